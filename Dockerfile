@@ -14,6 +14,8 @@ COPY plugins /src/plugins
 RUN pip install --no-cache-dir \
     /src/core \
     /src/plugins/kernels \
+    /src/plugins/distill \
+    /src/plugins/rollouts \
     /src/plugins/deepspeed \
     /src/plugins/sft \
     /src/plugins/dpo \

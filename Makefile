@@ -66,7 +66,7 @@ $(VENV)/.installed: Makefile requirements-dev.txt $(addsuffix /pyproject.toml,$(
 # The embedded base model, made again from random weights by the recipe beside it.
 base: venv
 	mkdir -p build
-	$(BIN)/python -m rlhf.demo.scratch build/scratch
+	$(BIN)/python -m rlhf_devkit.scratch build/scratch
 	$(BIN)/rlhf run sft core/src/rlhf/demo/base.yaml --overwrite
 	rm build/base/model/README.md
 	cp build/base/model/* core/src/rlhf/demo/base/

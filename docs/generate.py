@@ -27,9 +27,9 @@ FOLDER = Path(__file__).parent
 WIDTH = 100
 FOR_PLUGINS = (
     *("plugin", "cli", "errors", "trainer", "formats", "scorer", "readouts", "engine", "kernels"),
-    "demo",
+    *("rollouts", "demo"),
 )
-PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_devkit")
+PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_distill", "rlhf_devkit")
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -71,7 +71,7 @@ TOY = """
     from typing import Literal
     from attrs import field, frozen, validators
     from rlhf.errors import RLHFError
-    from rlhf.plugin import BackendPlugin, TrainerPlugin
+    from rlhf.plugin import ADAMW, BackendPlugin, OptimizerKind, TrainerPlugin
 
     @frozen(kw_only=True)
     class ToyConfig:
@@ -95,7 +95,10 @@ TOY = """
     trainer = TrainerPlugin(
         config=ToyConfig, trainer="toy_trainer:Toy", defaults={"optim.lr": 1e-6}, demo="toy.yaml"
     )
-    backend = BackendPlugin(config=PlainConfig, hooks="toy_hooks:Plain", check=check)
+    signs = OptimizerKind(name="signs", about="Moves by the sign.", states=0, without=("eps",))
+    backend = BackendPlugin(
+        config=PlainConfig, hooks="toy_hooks:Plain", check=check, optimizers=(ADAMW, signs)
+    )
 """
 """A trainer `toy` and a backend `plain`."""
 

@@ -32,8 +32,8 @@ class Family:
     choice: AttentionPath
 
 
-@cache
-def family(name: str) -> Family:
+def random_model(name: str) -> Any:
+    """A tiny transformers model of a family, the same in every call."""
     config_class, options = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**options)
@@ -41,18 +41,17 @@ def family(name: str) -> Family:
     for parameter in causal.parameters():
         # Biases, norms and sinks start at 0 and 1, where a wrong use of them does not show.
         parameter.data += 0.1 * torch.randn_like(parameter)
-    module = PackedModel(causal.eval())
+    return causal.eval()
+
+
+@cache
+def family(name: str) -> Family:
+    module = PackedModel(random_model(name))
     return Family(module, choose_path(BareEngine(module), Mesh()))  # type: ignore[arg-type]
 
 
 def on_cuda(name: str, dtype: torch.dtype) -> PackedModel:
-    config_class, options = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**options)
-    causal = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in causal.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return PackedModel(causal.eval().to("cuda", dtype))
+    return PackedModel(random_model(name).to("cuda", dtype))
 
 
 def chatml_tokenizer(template: str | None = CHATML) -> Any:

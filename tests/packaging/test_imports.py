@@ -1,16 +1,17 @@
 """Which module may import which, held by import-linter: the rooms of core are a ladder, no modules
-import each other in a circle, plugins import only core, and only the DeepSpeed plugin imports
-DeepSpeed."""
+import each other in a circle, plugins import only core and the libraries that they declare, and
+only the DeepSpeed plugin imports DeepSpeed."""
 
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     *("cli", "commands", "api", "train", "memory", "reference", "contract"),
-    *("kernels", "scorer", "readouts", "model"),
+    *("kernels", "rollouts", "scorer", "readouts", "model"),
     *("trainer", "engine", "formats", "data", "demo", "folder", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
@@ -28,6 +29,27 @@ def plugin_packages() -> list[str]:
     return sorted(path.name for path in ROOT.glob("plugins/*/src/*") if path.is_dir())
 
 
+def imports_of_libraries() -> list[str]:
+    """Return the imports from one distribution in plugins/ to another that are allowed: it declares
+    the other, which is a library and has no plugin of its own."""
+    described = {
+        path.parent: tomllib.loads(path.read_text())["project"]
+        for path in ROOT.glob("plugins/*/pyproject.toml")
+    }
+    package = {folder: next(folder.glob("src/*")).name for folder in described}
+    libraries = {
+        project["name"]: package[folder]
+        for folder, project in described.items()
+        if "entry-points" not in project
+    }
+    return sorted(
+        f"{package[folder]}.** -> {library}"
+        for folder, project in described.items()
+        for name, library in libraries.items()
+        if any(re.match(rf"{name}\b(?!-)", line) for line in project["dependencies"])
+    )
+
+
 def contracts() -> str:
     """Return import-linter's configuration."""
     plugins = plugin_packages()
@@ -38,7 +60,7 @@ def contracts() -> str:
     lines += _contract("core", "forbidden", source=["rlhf"], forbidden=plugins)
     lines += _contract("deepspeed", "forbidden", source=["rlhf", *others], forbidden=["deepspeed"])
     lines += _contract("plugins", "independence", modules=plugins)
-    lines += ["ignore_imports =", "    rlhf_devkit.** -> rlhf_backend_torch"]
+    lines += ["ignore_imports =", *(f"    {line}" for line in imports_of_libraries())]
     lines += _contract("rooms", "layers", layers=list(ROOMS))
     lines += ["containers =", "    rlhf", "exhaustive = True"]
     lines += ["exhaustive_ignores =", "    __main__", "ignore_imports =", f"    {WITHOUT_TORCH}"]
@@ -70,10 +92,23 @@ def test_imports_go_down_the_rooms_and_from_plugins_to_core(tmp_path: Path) -> N
     assert re.search(r"Contracts: 5 kept, 0 broken", done.stdout)
 
 
+def test_a_plugin_imports_only_libraries_that_it_declares() -> None:
+    assert imports_of_libraries() == [
+        "rlhf_devkit.** -> rlhf_backend_torch",
+        "rlhf_plugin_kd.** -> rlhf_distill",
+    ]
+
+
 def test_only_the_gateway_loads_kernels() -> None:
     core = ROOT.glob("core/src/**/*.py")
     found = {path.name for path in core if "find_kernels" in path.read_text()}
     assert found == {"accelerated.py", "installed.py"}
+
+
+def test_only_the_gateways_load_generation_engines() -> None:
+    core = ROOT.glob("core/src/**/*.py")
+    found = {path.name for path in core if "load_engine" in path.read_text()}
+    assert found == {"context.py", "plugins.py", "rollouts.py"}
 
 
 def test_the_check_finds_an_import_upwards(tmp_path: Path) -> None:

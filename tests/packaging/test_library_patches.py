@@ -36,11 +36,6 @@ class Patch:
 
 PATCHES = (
     Patch(
-        file="devices.py", target="torch.is_autocast_enabled", library="torch",
-        reason="transformers before 5.4 asks it about the meta device of a rehearsal; it raises",
-        gain="correctness",
-    ),
-    Patch(
         file="importing.py", target="metadata.packages_distributions",
         library="importlib, while transformers before 5.24 is imported",
         reason="transformers reads the files of all installed distributions",

@@ -20,7 +20,7 @@ PUBLIC = tuple(
     f"rlhf.{name}"
     for name in (
         *("cli", "plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts"),
-        *("engine", "kernels"),
+        *("engine", "kernels", "rollouts"),
     )
 )
 FOR_US = ("rlhf.demo",)
@@ -34,7 +34,9 @@ FILES = [
     for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))
     if not {DEVKIT, BESIDE_CORE} & {*path.parents}
 ]
-OURS = ("rlhf", "rlhf_devkit")
+LIBRARIES = ("rlhf_devkit", "rlhf_distill")
+"""What distributions of others import beside core."""
+OURS = ("rlhf", *LIBRARIES)
 OF_OTHERS = sorted([
     *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/**/*.py")
 ])  # fmt: skip
@@ -72,13 +74,13 @@ def test_what_others_write_imports_only_public_names(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
             module = importlib.import_module(str(node.module))
-            assert node.module in ("rlhf", *PUBLIC, *FOR_US, "rlhf_devkit")
+            assert node.module in ("rlhf", *PUBLIC, *FOR_US, *LIBRARIES)
             public = getattr(module, "__all__", vars(module))
             assert [each.name for each in node.names if each.name not in public] == []
 
 
 def test_an_internal_module_is_not_public() -> None:
-    assert is_public("rlhf.demo.scratch")
+    assert is_public("rlhf.demo.arithmetic")
     assert not is_public("rlhf.data.batch")
     assert not is_public("rlhf.readouts.logprobs")
     assert not is_public("rlhf")
@@ -95,7 +97,7 @@ def test_help_shows_the_docstrings_of_fields() -> None:
     assert " |  tokens\n |      Token ids [T].\n" in shown
 
 
-@pytest.mark.parametrize("module", [*PUBLIC, "rlhf_devkit"])
+@pytest.mark.parametrize("module", [*PUBLIC, *LIBRARIES])
 def test_every_field_of_a_public_class_has_a_docstring_that_help_shows(module: str) -> None:
     loaded = importlib.import_module(module)
     values = [getattr(loaded, name) for name in getattr(loaded, "__all__", vars(loaded))]

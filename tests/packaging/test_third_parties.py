@@ -1,7 +1,8 @@
 """Plugins of third parties, in `third_parties/`: each is written over what `rlhf new` makes, in
-about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command of
-a third party is installed there too."""
+about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command
+and a generation engine of third parties are installed there too."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ QUICK = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheels of ours beside third-party packages."""
-    names = ("deepspeed", "devkit", "dpo", "sft", "torch")
+    names = ("deepspeed", "devkit", "dpo", "rollouts", "sft", "torch")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     wheels = build(tmp_path_factory.mktemp("wheels"), projects)
     return make_site(tmp_path_factory.mktemp("site"), wheels.values())
@@ -66,21 +67,24 @@ def test_a_plugin_passes_its_tests_with_the_wheels_installed(
     name: str, tests: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = write(name, tmp_path, monkeypatch)
-    (wheel,) = build(tmp_path / "wheel", [project]).values()
-    own = tmp_path / "own"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*command, str(own), str(wheel)], check=True)
+    own = install(project, tmp_path)
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
     words += ["--rootdir", str(project), str(project / "tests"), "-k", tests]
     done = python(*words, sites=[site, own], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
-    (wheel,) = build(tmp_path / "wheel", [METHODS / "sweep"]).values()
-    own = tmp_path / "own"
+def install(project: Path, folder: Path) -> Path:
+    """Install a distribution into a folder of its own and return it."""
+    (wheel,) = build(folder / "wheel", [project]).values()
+    own = folder / "own"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
     subprocess.run([*command, str(own), str(wheel)], check=True)
+    return own
+
+
+def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
+    own = install(METHODS / "sweep", tmp_path)
 
     def sweep(*words: str) -> subprocess.CompletedProcess[str]:
         return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
@@ -103,3 +107,17 @@ def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path
     assert done.stderr.startswith(
         "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
     )
+
+
+def test_an_engine_writes_the_answers_that_evaluations_show(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = install(METHODS / "recorded", tmp_path)
+    (tmp_path / "answers.json").write_text('["The answer is 7.", "8"]')
+    monkeypatch.setenv("RECORDED_ANSWERS", "answers.json")
+    words = ["run", "sft", "--train.samples", "2", "--rollouts", "recorded", "--train.steps", "1"]
+    words += ["--train.eval_at_start", "false", "--nproc", "1"]
+    done = python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "runs" / "sft-1" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["answers"] for line in lines] == [["The answer is 7."], ["8"]]

@@ -62,13 +62,24 @@ def test_a_trainer_that_is_not_installed_says_which_package_has_it(site: Path) -
     assert done.stderr.count("\n") == 1
 
 
+def test_samples_without_an_engine_that_writes_them_name_the_package(
+    site: Path, tmp_path: Path
+) -> None:
+    done = rlhf(site, "run", "dpo", "--train.samples", "2", "--nproc", "1", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2, "error: train.samples: rollouts 'embedded' is not installed (run `pip install "
+        "rlhf-rollouts`); available: none\n",
+    )  # fmt: skip
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
 LOAD = """
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
     records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
-    records |= {"kernels": "kernels"}
+    records |= {"kernels": "kernels", "rollouts": "engine"}
     of = records.get(plugin.kind)
     record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     object = load_object(record) if isinstance(record, str) else record

@@ -14,7 +14,7 @@ import sft_runs
 from rlhf.folder import checkpoints, retention
 from rlhf.train import checkpointing
 from rlhf.train.fragments import write_fragments
-from rlhf.train.writing import Writing
+from rlhf.train.session import Writing
 from rlhf_devkit import column
 from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs

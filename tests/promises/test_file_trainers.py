@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sft_runs
-from rlhf.commands.export import export_command
+from rlhf.commands.records import export_command
 from rlhf.errors import RLHFError
 from rlhf.readouts import exported_extra, exported_model
 from rlhf_devkit import Ranks, column, tiny, without_timings

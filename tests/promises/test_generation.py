@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -28,7 +27,6 @@ from rlhf.launch.places import Marker
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
-from rlhf.train.generate import sample
 from rlhf.train.set_up import set_up
 from rlhf.trainer import Sample
 from rlhf_devkit import layouts
@@ -90,11 +88,9 @@ def draws(
     config = attrs.evolve(
         request.config, batch=BatchConfig(tokens=tokens), data=DataConfig(max_tokens=max_tokens)
     )
-    run: Any = SimpleNamespace(
-        config=config, mesh=mesh, hooks=hooks, tokenizer=session.trainer.tokenizer
-    )
-    drawn = sample(
-        run, session.engine, prompts,
+    run: Any = session.sample
+    drawn = attrs.evolve(run.__self__, config=config).sample(
+        session.engine, prompts,
         seeds=range(len(prompts)), max_new_tokens=max_new_tokens, temperature=temperature,
     )  # fmt: skip
     hooks.close_mesh(mesh=mesh)

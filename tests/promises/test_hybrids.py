@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.model import probe
 from rlhf_devkit import column, short_run
@@ -28,8 +29,8 @@ def test_the_curve_of_a_hybrid_does_not_depend_on_the_layout(
 ) -> None:
     words = short_run(tmp_path, "preference")
     tokenizer = AutoTokenizer.from_pretrained(words[words.index("--model") + 1])
-    _, options = FAMILIES["Qwen3.5"]
-    config = Qwen3_5TextConfig(**options | {"vocab_size": len(tokenizer)})
+    config_class, options = FAMILIES["Qwen3.5"]
+    config = getattr(transformers, config_class)(**options | {"vocab_size": len(tokenizer)})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
     tokenizer.save_pretrained(tmp_path / "hybrid")
     words += ["--model.path", str(tmp_path / "hybrid"), "--train.steps", "3"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sft_runs
-from rlhf.commands.description import describe
+from rlhf.commands.config import describe
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import RunRecord
 from rlhf.registry import observers as limits

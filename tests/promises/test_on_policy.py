@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 import sft_runs
-from rlhf.commands.inspection import inspect_command
+from rlhf.commands.inspect import inspect_command
 from rlhf.folder import checkpoints
 from rlhf.request.reader import Request, read_config
 from rlhf.train.rank import run_rank

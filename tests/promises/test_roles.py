@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 import sft_runs
 from rlhf.commands.main import main
-from rlhf.commands.planning import checkpoint_bytes
+from rlhf.commands.plan import checkpoint_bytes
 from rlhf.engine import Mesh
 from rlhf.memory.rehearsal import Rehearsed
 from rlhf.registry.gateway import load_hooks

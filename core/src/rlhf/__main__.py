@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Never
 
 from rlhf.commands.main import main
-from rlhf.config.stop_signals import STOP_SIGNALS
+from rlhf.config.sections import STOP_SIGNALS
 from rlhf.launch.signals import catch, end_late, hold_back, release
 
 EXIT_SECONDS, EXIT_SECONDS_HUNG = 60.0, 5.0
@@ -57,7 +57,7 @@ def run_process() -> Never:
 def _exit_seconds() -> float:
     if threading.active_count() == 1:
         return EXIT_SECONDS
-    from rlhf.registry.observer_thread import ObserverThread  # late: start-up time
+    from rlhf.registry.observers import ObserverThread  # late: start-up time
 
     hung = any(isinstance(thread, ObserverThread) for thread in threading.enumerate())
     return EXIT_SECONDS_HUNG if hung else EXIT_SECONDS

@@ -18,13 +18,12 @@ from rlhf.errors import RanksFailed, RLHFError
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
 from rlhf.launch.calling_process import only_rank, same_environment
-from rlhf.launch.hosts import Place, check_world, place_of_host
+from rlhf.launch.clock import Clock
+from rlhf.launch.hosts import Host, check_world, join_slurm, this_host
 from rlhf.launch.importing import importing, importing_rank
 from rlhf.launch.local import Ranks, num_devices, wait_at_gate
 from rlhf.launch.proxies import bypass_proxies
 from rlhf.launch.signals import DAY, FOLDER, PARENT, STOPPED, die_with, ending_at_once
-from rlhf.launch.slurm import join_slurm
-from rlhf.launch.startup import Startup
 from rlhf.request import reader
 from rlhf.request.settings_tree import to_tree
 from rlhf.request.words import option
@@ -136,28 +135,28 @@ def start(request: reader.Request) -> tuple[Path, str]:
 
 
 def _start(request: reader.Request) -> tuple[Path, str]:
-    startup = Startup()
+    startup = Clock("set-up")
     check_world(request.nproc)
     if "RANK" in os.environ:
         return _join(request, startup)
-    place = place_of_host()
-    if place.hosts == 1:
+    host = this_host()
+    if host.hosts == 1:
         with run_folder.chosen(request) as folder:
             run_folder.check_resumable(request, folder)
-            return _start_here(request, place, folder, startup)
+            return _start_here(request, host, folder, startup)
     if request.config.output is None:
         raise RLHFError("a run on several hosts needs --output, the same folder on all of them")
-    return _start_here(request, place, Path(request.config.output), startup)
+    return _start_here(request, host, Path(request.config.output), startup)
 
 
 def _start_here(
-    request: reader.Request, place: Place, folder: Path, startup: Startup
+    request: reader.Request, host: Host, folder: Path, startup: Clock
 ) -> tuple[Path, str]:
     """Start the ranks of this host; a single one is this process. Returns what `start` does."""
     with startup.part("imports"), importing():
-        ranks = num_ranks(request, place)
-    if ranks * place.hosts > 1:
-        return folder, _start_ranks(request, place, ranks, folder)
+        ranks = num_ranks(request, host)
+    if ranks * host.hosts > 1:
+        return folder, _start_ranks(request, host, ranks, folder)
     with only_rank():
         with startup.part("imports"), importing_rank():
             from rlhf.train.rank import run_rank  # late: start-up time
@@ -165,7 +164,7 @@ def _start_here(
         return run_rank(request, chosen=folder, verified=True, startup=startup)
 
 
-def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path) -> str:
+def _start_ranks(request: reader.Request, host: Host, ranks: int, folder: Path) -> str:
     """Start the ranks of this host and wait for their end. Returns why the run ended."""
     day = run_folder.day_of(request)
 
@@ -177,10 +176,10 @@ def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path
 
     command = [sys.executable, "-m", "rlhf", "run", request.name]
     checkpoint = request.config.checkpoint
-    variables = {DAY: day.isoformat()} | ({FOLDER: str(folder)} if place.hosts == 1 else {})
+    variables = {DAY: day.isoformat()} | ({FOLDER: str(folder)} if host.hosts == 1 else {})
     started = Ranks(
         command, ranks, checkpoint.stop_timeout,
-        place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
+        host=host, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
         prepare=prepare, variables=variables, request=reader.handed_over(request),
     )  # fmt: skip
     code = started.wait()
@@ -190,7 +189,7 @@ def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path
     return "signal" if code == STOPPED else str(summary.get("ended"))
 
 
-def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
+def _join(request: reader.Request, startup: Clock) -> tuple[Path, str]:
     """Be a rank that a launcher has started: ours or another."""
     ours = PARENT in os.environ
     if request.nproc is not None and not ours:
@@ -211,9 +210,9 @@ def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
     return run_rank(request, chosen=chosen, verified=ours and one_launcher, startup=startup)
 
 
-def num_ranks(request: reader.Request, place: Place) -> int:
+def num_ranks(request: reader.Request, host: Host) -> int:
     """Return the number of ranks that are started on this host."""
-    return request.nproc or place.nproc or (1 if request.demo else num_devices())
+    return request.nproc or host.nproc or (1 if request.demo else num_devices())
 
 
 def _checkpoint_folder(source: Path) -> Path:

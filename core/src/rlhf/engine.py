@@ -13,7 +13,7 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
-from rlhf.config.sections import Config, OptimConfig
+from rlhf.config.sections import Config, OptimizerKind
 from rlhf.devices import Deferred, fused_on, has_triton, on_device, rehearsing_on
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.folder.disk import free_space, write_speed
@@ -71,12 +71,14 @@ class ModelShape:
         """Return the mean number of parameters of a decoder layer."""
         return (self.parameters - self.head - self.lookup) // max(self.layers, 1)
 
-    def num_states(self, optim: OptimConfig) -> float:
+    def num_states(self, optimizer: OptimizerKind) -> float:
         """Return how many numbers the optimizer keeps for each trained weight, in the dtype of its
-        master; Muon's mean, if all that is trained in the layers are matrices."""
+        master; their mean, if all that is trained in the layers are matrices."""
+        if optimizer.layer_states is None:
+            return optimizer.states
         layers = min(self.trainable, self.parameters - self.head - self.lookup)
-        one = {"adamw": 0, "muon": layers}.get(optim.name, self.trainable)
-        return 2 - one / max(self.trainable, 1)
+        saved = (optimizer.states - optimizer.layer_states) * layers
+        return optimizer.states - saved / max(self.trainable, 1)
 
 
 @documented
@@ -98,9 +100,6 @@ class Plan:
     summary: str = ""
     """One line for the start of the run, which begins with how the model is divided, such as
     `ZeRO 2`."""
-    lighter: tuple[str, ...] = ()
-    """Backend settings that would need less device memory, the smallest change first, each with
-    what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
     patches: tuple[str, ...] = ()
     """Names of the patches of its library that the backend may install for this plan."""
 

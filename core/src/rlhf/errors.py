@@ -40,7 +40,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, as in `1 row` and `2,000 rows`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:

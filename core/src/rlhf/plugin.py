@@ -10,11 +10,19 @@ from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
 from rlhf.config.reference_modes import check_reference
-from rlhf.config.sections import Config, DataConfig, ModelConfig, OptimConfig
+from rlhf.config.sections import (
+    ADAMW,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    OptimizerKind,
+)
 from rlhf.config.source_names import check_model_folder, without_revisions
 from rlhf.errors import RLHFError
 
 __all__ = [
+    "ADAMW",
     "BackendPlugin",
     "CommandPlugin",
     "Config",
@@ -25,11 +33,14 @@ __all__ = [
     "ModelConfig",
     "ObserverPlugin",
     "OptimConfig",
+    "OptimizerKind",
     "RLHFError",
+    "RolloutPlugin",
     "TrainerPlugin",
     "check_model_folder",
     "check_reference",
     "check_rules",
+    "documented",
     "positive",
     "without_revisions",
 ]
@@ -79,6 +90,8 @@ class BackendPlugin:
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     """`defaults(section)` returns changes of core's defaults by dotted name, such as
     `{"model.dtype": "fp16"}`, that follow from the backend's section as the user wrote it."""
+    optimizers: tuple[OptimizerKind, ...] = (ADAMW,)
+    """The optimizers among which `optim.name` chooses. `build_optimizer` makes them."""
     tested: Mapping[str, Mapping[str, Any]] = field(factory=lambda: {"default": {}})
     """Settings of the section under which the kits of rlhf-devkit run, by a name: one entry for
     each way to divide a model, the plainest first."""
@@ -158,6 +171,17 @@ class KernelsPlugin:
 
     kernels: str
     """Import string of the module that implements them, imported when a model is loaded."""
+
+
+@documented
+@frozen(kw_only=True)
+class RolloutPlugin:
+    """A generation engine, found under `rlhf.rollouts`. A configuration names it in
+    `rollouts.engine`."""
+
+    engine: str
+    """Import string `module:Class` of a `rlhf.rollouts.RolloutEngine`, imported when a run writes
+    its first answer."""
 
 
 def positive(kind: type[Any]) -> Callable[[str], Any]:

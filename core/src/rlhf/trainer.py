@@ -16,7 +16,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.tokens import Row, encode
-from rlhf.engine import Engine, Readout
+from rlhf.engine import Engine, ModelShape, Readout
 from rlhf.registry.imports import load_user_object
 
 __all__ = [
@@ -252,6 +252,9 @@ class Run(Protocol):
     """Number of optimizer steps of the whole schedule."""
     examples: tuple[Examples, ...]
     """The tokenised rows: those to train on, then the held-out ones if there are any."""
+    notes: list[str]
+    """Lines that the run prints before its first step, such as what was chosen and why. Each begins
+    with its subject, in 11 columns."""
 
     def load(
         self,
@@ -314,26 +317,38 @@ class Run(Protocol):
         log-probabilities that are computed once and kept on disk; `auto` takes the cheapest. With
         `every` the reference moves to the share `mix` of the policy every `every` steps (TR-DPO,
         arXiv 2404.09656). `live` means that it is called with other tokens than those of the data,
-        or with a readout, which a cache cannot answer; it can then be the teacher of
-        `rlhf.readouts.distil`.
+        or with a readout, which a cache cannot answer.
 
         If `Trainer.survey` calls the reference on the examples of `survey_examples`, pass that
         method as `survey`. A cache then has their log-probabilities too, and the survey sees the
         same examples in every epoch.
         """
 
-    def teacher(
-        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
-    ) -> Engine | None:
-        """Load `model`, a causal language model with the policy's tokenizer, as a frozen engine.
-        Collective. Raises RLHFError for another tokenizer, before any weight is read.
+    def shape(self, role: str) -> ModelShape:
+        """Return the size of a model that is loaded."""
 
-        The heads of both may be padded to different sizes. Then every language model of the run
-        predicts, and answers consist of, only the tokens of the smaller head.
+    def limit_tokens(self, tokens: int) -> None:
+        """Have every language model of the run predict, and answers consist of, only the first
+        `tokens` tokens of its head; also those that are loaded later. The smallest limit counts."""
 
-        With `top` it runs once over the data, unless its results are on disk, and is released. Each
-        batch then holds its `top` most likely tokens per prediction at `temperature`, as
-        `rlhf.readouts.TopTeacher.of(batch, top)`; the return value is None.
+    def attach(
+        self,
+        name: str,
+        model: ModelConfig,
+        compute: Callable[[Engine, PackedBatch], Tensor],
+        *,
+        key: str,
+        width: int | None = None,
+    ) -> str:
+        """Give the run's examples the value `name`, which the frozen `model` computes once for all
+        their predictions. Return what was done, in words. Collective.
+
+        `compute(engine, batch)` returns [N], or [N, width], in float32, without gradient. `loss`
+        gets `batch.values[name]` per token, [T] or [T, width], nan where nothing is predicted.
+
+        The values stay in the folder `name` of the cache, for runs with the same weights, rows and
+        `key`, which says what else decides them. If none are missing, the model is not loaded; else
+        it has the role `name`, and is released.
         """
 
     def sample(
@@ -373,6 +388,10 @@ class Run(Protocol):
 
         Collective: every rank passes the same examples and computes its share of them.
         """
+
+    def load_architecture(self, role: str = "policy", *, model: ModelConfig | None = None) -> Any:
+        """Return transformers' configuration of the model of a role, without its weights. Raises
+        RLHFError if it is not a causal language model."""
 
     def load_tokenizer(self, model: ModelConfig) -> Any:
         """Return the tokenizer of another model, such as a reward model that has one of its own,

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.commands import diagnosis
+from rlhf.commands import doctor
 from rlhf.commands.main import main
 from rlhf.folder import disk
 from rlhf.folder.disk import write_speed
 from rlhf.hookspecs import Finding, hookimpl
-from rlhf.launch import machine
 from rlhf.registry.gateway import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
@@ -29,14 +28,14 @@ LIBAIO = Finding(
 @pytest.fixture
 def only_backends(monkeypatch, tmp_path):
     """Only one finding beside the backends', and no file in a folder of the user's."""
-    monkeypatch.setattr(diagnosis, "FOLDERS", {"run folders": (tmp_path / "runs", "set output")})
+    monkeypatch.setattr(doctor, "FOLDERS", {"run folders": (tmp_path / "runs", "set output")})
     monkeypatch.setattr(disk, "SPEED_SECONDS", 0.0)
-    monkeypatch.setattr(diagnosis, "_versions", lambda: [Finding(subject="versions", here="1.0")])
+    monkeypatch.setattr(doctor, "_versions", lambda: [Finding(subject="versions", here="1.0")])
     for name in ("_packages", "_kernels", "describe_machine"):
-        monkeypatch.setattr(diagnosis, name, list)
+        monkeypatch.setattr(doctor, name, list)
 
     def backends(*found):
-        monkeypatch.setattr(diagnosis, "_backends", lambda: found)
+        monkeypatch.setattr(doctor, "_backends", lambda: found)
 
     return backends
 
@@ -81,7 +80,7 @@ def test_a_folder_that_cannot_be_written_is_missing(
 ):
     only_backends()
     (tmp_path / "file").touch()
-    monkeypatch.setattr(diagnosis, "FOLDERS", {"run folders": (tmp_path / folder, "set output")})
+    monkeypatch.setattr(doctor, "FOLDERS", {"run folders": (tmp_path / folder, "set output")})
     assert main(["doctor"]) == 2
     _, refused, remedy = capsys.readouterr().out.splitlines()
     assert refused.startswith(f"missing   run folders      {problem.format(place=tmp_path)}")
@@ -96,11 +95,11 @@ def test_the_speed_of_a_folder_that_does_not_exist_yet_is_that_of_its_disk(tmp_p
 def test_the_compiler_is_reported_with_the_feature_that_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = {each.subject: each for each in machine.describe_machine()}
+    found = {each.subject: each for each in doctor.describe_machine()}
     assert found["compiler"].state == ("ok" if shutil.which("c++") else "optional")
     assert found["host"].here.endswith(" GiB of memory")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert machine._compiler() == Finding(
+    assert doctor._compiler() == Finding(
         subject="compiler",
         here="no-such-compiler is missing",
         state="optional",
@@ -110,40 +109,40 @@ def test_the_compiler_is_reported_with_the_feature_that_needs_it(
 
 
 def test_a_driver_that_torch_cannot_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "output_of", lambda command: "580.82.07")
+    monkeypatch.setattr(doctor, "output_of", lambda command: "580.82.07")
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
-    found = machine._devices()
+    found = doctor._devices()
     assert found.state == "optional"
     assert found.here.startswith("NVIDIA driver 580.82.07, but torch ")
 
 
 def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LEAST_SHARED", 2**60)
-    assert machine._shared_memory().remedy == "docker run --shm-size 8g"
+    monkeypatch.setattr(doctor, "LEAST_SHARED", 2**60)
+    assert doctor._shared_memory().remedy == "docker run --shm-size 8g"
 
 
 def test_an_unsatisfied_requirement_is_an_error_with_its_install_command(install) -> None:
     groups = {"backends": {"toy": "toy:plugin"}}
     requires = ["not-there>=1.2", "extra-of-another>=2; extra == 'fast'"]
     install("rlhf-toy", groups, {"toy": "import not_there"}, requires=requires)
-    (found,) = diagnosis._packages()
+    (found,) = doctor._packages()
     assert (found.subject, found.state) == ("rlhf-toy", "missing")
     assert found.here == "not-there>=1.2 is not installed"
     assert found.remedy == "pip install 'not-there>=1.2'"
-    (broken,) = diagnosis._backends()
+    (broken,) = doctor._backends()
     assert broken.here.startswith("backend 'toy' of rlhf-toy 1.0 cannot be imported: Mod")
     assert (broken.state, broken.remedy) == ("missing", "rlhf plugins check")
 
 
 def test_without_a_backend_no_run_can_start(install) -> None:
-    (found,) = diagnosis._backends()
+    (found,) = doctor._backends()
     assert found.here == "no backend is installed; run `pip install rlhf-plugin-deepspeed`"
     assert (found.state, found.remedy) == ("missing", "pip install rlhf-plugin-deepspeed")
 
 
 def test_every_extra_of_core_has_its_feature() -> None:
     extras = {*metadata.metadata("rlhf-core").get_all("Provides-Extra")}
-    assert sorted(extras - {"all"}) == [*diagnosis.FEATURES]
+    assert sorted(extras - {"all"}) == [*doctor.FEATURES]
 
 
 def test_a_backend_may_leave_out_the_hook() -> None:
@@ -162,8 +161,8 @@ def test_a_backend_may_leave_out_the_hook() -> None:
 
 
 def test_kernels_that_are_missing_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "installed_kernels", lambda: None)
-    assert list(diagnosis._kernels()) == [
+    monkeypatch.setattr(doctor, "installed_kernels", lambda: None)
+    assert list(doctor._kernels()) == [
         Finding(
             subject="kernels",
             here="none; layers run in plain torch",

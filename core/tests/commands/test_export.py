@@ -12,7 +12,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from rlhf.commands.export import export_command
+from rlhf.commands.records import export_command
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.hookspecs import hookimpl

@@ -12,7 +12,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.commands.inspection import inspect_command, show_example, show_histogram
+from rlhf.commands.inspect import inspect_command, show_example, show_histogram
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, ModelConfig
 from rlhf.data.example import Answer, Example
 from rlhf.plugin import TrainerPlugin

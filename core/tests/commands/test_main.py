@@ -28,7 +28,7 @@ HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torch
 
 def replace(monkeypatch: pytest.MonkeyPatch, module: str, name: str, act: Any) -> None:
     """Stand-ins for what the shell starts: the real ones import torch and have their own tests."""
-    if module == "rlhf.commands.inspection":
+    if module == "rlhf.commands.inspect":
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: act}))
     else:
         monkeypatch.setattr(f"{module}.{name}", act)
@@ -43,7 +43,7 @@ def test_run_hands_over_the_request_and_its_exit_code(
         requests.append(request)
         return 143
 
-    replace(monkeypatch, "rlhf.commands.run", "run_command", run_command)
+    replace(monkeypatch, "rlhf.commands.records", "run_command", run_command)
     words = ["run", "toy", "--model", "m", "--data", "d", "--nproc", "2", "--resume"]
     assert main(words) == 143
     (request,) = requests
@@ -55,10 +55,10 @@ def test_run_hands_over_the_request_and_its_exit_code(
 @pytest.mark.parametrize(
     ("words", "module", "name"),
     [
-        (["inspect", "toy"], "rlhf.commands.inspection", "inspect_command"),
+        (["inspect", "toy"], "rlhf.commands.inspect", "inspect_command"),
         (
             ["export", "run/checkpoints/step-1", "out", "--role", "critic"],
-            "rlhf.commands.export",
+            "rlhf.commands.records",
             "export_command",
         ),
         (["merge", "adapter", "out"], "rlhf.commands.merge", "merge_command"),
@@ -88,7 +88,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     def full(request: Request) -> int:
         raise RLHFError("the disk is full: free some of it")
 
-    replace(monkeypatch, "rlhf.commands.run", "run_command", full)
+    replace(monkeypatch, "rlhf.commands.records", "run_command", full)
     for words, message in (
         (["run", "toy"], "the disk is full: free some of it"),
         (["run", "toy", "--toy.beta"], "--toy.beta needs a value; write --toy.beta VALUE"),
@@ -130,7 +130,7 @@ def test_a_refusal_of_another_file_is_a_defect(toy: Path, monkeypatch: pytest.Mo
     def fail(request: Request) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    replace(monkeypatch, "rlhf.commands.run", "run_command", fail)
+    replace(monkeypatch, "rlhf.commands.records", "run_command", fail)
     with pytest.raises(OSError, match="No space left on device"):
         main(["run", "toy"])
 
@@ -161,7 +161,7 @@ def test_an_error_names_its_rank_unless_rank_0_reports_it(
             raise error
 
         monkeypatch.setenv("RANK", rank)
-        replace(monkeypatch, "rlhf.commands.run", "run_command", fail)
+        replace(monkeypatch, "rlhf.commands.records", "run_command", fail)
         assert main(["run", "toy"]) == 2
         assert capsys.readouterr().err == message
 
@@ -186,14 +186,14 @@ def test_ctrl_c_is_exit_code_130_with_one_message_and_a_defect_raises(
     def defective(request: Request) -> int:
         raise ZeroDivisionError
 
-    replace(monkeypatch, "rlhf.commands.run", "run_command", interrupted)
+    replace(monkeypatch, "rlhf.commands.records", "run_command", interrupted)
     assert main(["run", "toy"]) == 130
     message = "error: interrupted; --resume continues from the last checkpoint, if there is one\n"
     assert capsys.readouterr().err == message
     monkeypatch.setenv("RLHF_PARENT", "1")
     assert main(["run", "toy"]) == 130
     assert capsys.readouterr().err == ""
-    replace(monkeypatch, "rlhf.commands.run", "run_command", defective)
+    replace(monkeypatch, "rlhf.commands.records", "run_command", defective)
     with pytest.raises(ZeroDivisionError):
         main(["run", "toy"])
 

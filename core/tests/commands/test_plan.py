@@ -1,8 +1,6 @@
 """`rlhf plan`: the table, JSON, hardware as an argument, and what it advises."""
 
 import json
-import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ def test_the_parts_of_a_layout_add_up_to_its_peak(words, capsys):
         assert sum(row["parts"].values()) == row["peak"]
         assert bool(row["host"]) == ("CPU" in row["layout"])
     assert report["chosen"] == "ZeRO 0"
-    assert report["reason"] == report["faster"] == ""
+    assert report["reason"] == report["advice"] == ""
     assert not Path(words[words.index("--output") + 1]).exists()
 
 
@@ -89,13 +87,6 @@ def test_the_plan_and_the_run_choose_alike(words, capsys):
     assert (report["tokens"], report["recompute"]) == (choice.tokens, "none")
 
 
-def test_stage_3_where_a_faster_layout_fits_is_named(words, capsys):
-    assert main(["plan", "sft", *words, "--gpu-memory", "1", "--deepspeed.stage", "3"]) == 0
-    output = capsys.readouterr().out
-    assert "\nchosen     ZeRO 3: a step takes 0." in output
-    assert "\nfaster     ZeRO 0 fits too, with deepspeed.stage 0: 0." in output
-
-
 def test_a_configured_layout_that_does_not_fit_is_an_exit_code_with_what_fits(words, capsys):
     # No smaller number of tokens is possible.
     fixed = ("--batch.tokens", "136", "--model.recompute", "full", "--gpus", "8")
@@ -104,31 +95,13 @@ def test_a_configured_layout_that_does_not_fit_is_an_exit_code_with_what_fits(wo
     memory = f"{peaks['ZeRO 3'] / 0.95 / GIB * 1.001}"
     options = (*words, *fixed, "--deepspeed.stage", "0", "--gpu-memory", memory)
     assert main(["plan", "sft", *options]) == 2
-    *_, chosen, lighter, _ = capsys.readouterr().out.splitlines()
+    *_, chosen, advice, _ = capsys.readouterr().out.splitlines()
     assert chosen == (
         f"chosen     ZeRO 0: a step takes {gib(peaks['ZeRO 0'])} of {gib(peaks['ZeRO 3'] / 0.95)} "
         "GiB, which probably will not fit"
     )
-    # Those that fit and no others.
-    assert lighter.startswith("lighter    use deepspeed.stage ")
-    assert f"use deepspeed.stage 3 (about {gib(peaks['ZeRO 3'])} GiB)" in lighter
     assert peaks["ZeRO 1"] > peaks["ZeRO 3"]
-    assert "use deepspeed.stage 1 (" not in lighter
-
-
-def test_each_layout_is_advised_with_its_own_number(words, capsys, tmp_path):
-    model = Path(shutil.copytree(words[1], tmp_path / "wide"))
-    config = json.loads((model / "config.json").read_text())
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "head_dim": 64}
-    (model / "config.json").write_text(json.dumps(config | wide))
-    options = ("--gpus", "8", "--gpu-memory", "0.0001")
-    _, report = planned(capsys, "--model", str(model), *words[2:], *options)
-    peaks = {row["settings"]: gib(row["peak"]) for row in report["layouts"]}
-    advised = dict(re.findall(r"use (deepspeed\.[^(]+) \(about ([\d.]+) GiB\)", report["lighter"]))
-    both = "deepspeed.offload_optimizer true and deepspeed.offload_param true"
-    assert f"deepspeed.stage 3 and {both}" in advised
-    assert len({*advised.values()}) == len(advised) > 1
-    assert advised.items() <= peaks.items()
+    assert advice == (f"advice     set deepspeed.stage 3 (about {gib(peaks['ZeRO 3'])} GiB)")
 
 
 def test_where_nothing_fits_the_exit_code_says_so(words, capsys):

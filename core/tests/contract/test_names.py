@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.contract.names import NameCheck
-from rlhf.contract.sums import Sums
+from rlhf.contract.sums import NameCheck, Sums
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.trainer import Loss, Term

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from word_rows import WHERE, made, read, refusal, said, texts, tokenizer_of, user, words
 
-from rlhf.data.formats import read_rows
-from rlhf.data.preference import _shared_text
+from rlhf.data.formats import _shared_text, read_rows
 from rlhf.data.tokens import Reader
 
 PAIR = ["<user> say <assistant>", "one </s>", "two </s>"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import RLHFError
-from rlhf.launch.hosts import ONE_HOST, check_world, place_of_host
+from rlhf.launch.hosts import ONE_HOST, check_world, this_host
 
 RENDEZVOUS = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 OTHERS = ("PET_NPROC_PER_NODE", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_ID")
@@ -24,15 +24,15 @@ def test_the_place_of_a_host_is_read_from_its_variables(monkeypatch: pytest.Monk
     for name, value in zip(RENDEZVOUS, ("2", "1", "a", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    place = place_of_host()
-    assert (place.hosts, place.host, place.address, place.nproc) == (2, 1, "a", 3)
+    host = this_host()
+    assert (host.hosts, host.number, host.address, host.nproc) == (2, 1, "a", 3)
 
 
 def test_without_variables_there_is_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place_of_host() == ONE_HOST
+    assert this_host() == ONE_HOST
     monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "gpu")
-    assert place_of_host() == ONE_HOST
+    assert this_host() == ONE_HOST
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_incomplete_or_invalid_pet_variables_are_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RLHFError) as error:
-        place_of_host()
+        this_host()
     assert str(error.value) == message
 
 
@@ -119,8 +119,8 @@ def test_ranks_of_two_hosts_form_one_world(tmp_path: Path) -> None:
     )
     start = (
         "import sys; from rlhf.launch.local import Ranks; from rlhf.launch.hosts import *; "
-        "place = Place(hosts=2, host=1, address='node1', port=7); "
-        f"Ranks([sys.executable, '-c', {code!r}, sys.argv[1]], 2, 1.0, place=place).wait()"
+        "host = Host(hosts=2, number=1, address='node1', port=7); "
+        f"Ranks([sys.executable, '-c', {code!r}, sys.argv[1]], 2, 1.0, host=host).wait()"
     )
     subprocess.run([sys.executable, "-c", start, str(tmp_path / "rank")], check=True)
     assert [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (2, 3)] == [

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import RLHFError
+from rlhf.launch.hosts import join_slurm
 from rlhf.launch.local import Ranks
 from rlhf.launch.signals import FOLDER, PARENT
-from rlhf.launch.slurm import join_slurm
 
 STOPPED_LINE = (
     "stopped before or after training steps; continue with --resume, or start again if there is no "

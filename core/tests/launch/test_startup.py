@@ -17,16 +17,16 @@ import transformers  # noqa: F401
 
 from rlhf.engine import Mesh
 from rlhf.launch import importing as imports
+from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
 from rlhf.launch.importing import Distributions, importing, opening_device
-from rlhf.launch.startup import Startup
 from rlhf.train.rank import process_group
 
 
 def test_the_time_of_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    startup = Startup()
+    startup = Clock("set-up")
     with startup.part("loading"), startup.part("probe"):
         pass
     startup.enter("first step")

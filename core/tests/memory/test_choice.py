@@ -118,7 +118,7 @@ def test_the_cheapest_recomputation_with_which_a_step_fits_is_taken(words: list[
 def test_fewer_tokens_are_preferred_to_recomputation_while_the_device_is_busy(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "TOKENS_STEP", 1)
+    monkeypatch.setattr(choice, "LEAST_TOKENS", 1)
     given = [*words, "--batch.tokens", "400"]
     half = on_accelerator([*words, "--batch.tokens", "200"], GIB).peak
     assert half < peak_with("selective", given)
@@ -138,7 +138,7 @@ def test_fewer_tokens_are_preferred_to_recomputation_while_the_device_is_busy(
 def test_if_recomputation_does_not_suffice_tokens_are_reduced_too(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "TOKENS_STEP", 1)
+    monkeypatch.setattr(choice, "LEAST_TOKENS", 1)
     fit = on_accelerator([*words, "--batch.tokens", "400"], 1000)
     largest = fit.largest
     picked, line = chosen(fit)

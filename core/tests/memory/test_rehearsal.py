@@ -10,9 +10,7 @@ import attrs
 import pytest
 import torch
 from fits import fit_of, on_accelerator, small_run
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhf.config.sections import Config
 from rlhf.contract.sums import weighted_loss
@@ -23,9 +21,10 @@ from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
-from rlhf.memory.estimate import Estimate
+from rlhf.memory import choice
+from rlhf.memory.choice import advice, memory_error
+from rlhf.memory.estimate import CountedStep, Estimate, LiveBytes, count_step
 from rlhf.memory.rehearsal import STRICT
-from rlhf.memory.step_bytes import CountedStep, LiveBytes, count_step
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
@@ -103,7 +102,6 @@ def test_a_survey_can_be_the_peak_when_no_gradient_exists(accumulates: bool) -> 
     )
     # Fewer tokens do not make the survey smaller: it may hold all rows of a step.
     assert estimate.peak_with(8192) == 74 * GIB
-    assert estimate.tokens_that_fit(73 * GIB) == 0
 
 
 def test_gradients_do_not_exist_yet_in_the_only_micro_batch_of_a_step() -> None:
@@ -213,33 +211,14 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
     assert measured == counter.take_peak()
 
 
-def test_a_model_that_asks_for_autocast_is_rehearsed(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of transformers before 5.4 do; torch does not answer for the meta device."""
-    own = LlamaRotaryEmbedding.forward
-
-    def forward(self: Any, hidden: Tensor, *rest: Any, **named: Any) -> Any:
-        assert not torch.is_autocast_enabled(hidden.device.type)
-        return own(self, hidden, *rest, **named)
-
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
-    assert on_accelerator(words, GIB).estimate is not None
-    with pytest.raises(RuntimeError, match="unknown device type"):
-        torch.is_autocast_enabled("meta")
-
-
 def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:
     assert not fit_of(words, GIB).estimate.accumulates
     assert fit_of([*words, "--batch.tokens", "150"], GIB).estimate.accumulates
 
 
-def test_a_smaller_budget_follows_from_what_is_left() -> None:
-    assert ESTIMATE.tokens_that_fit(27 * GIB + 45 * GIB // 2) == 8_192
-    assert ESTIMATE.tokens_that_fit(20 * GIB) == 0
+def test_the_peak_with_fewer_tokens_follows() -> None:
     assert ESTIMATE.peak_with(8_192) == 27 * GIB + 45 * GIB // 2
     # The update takes 9 GiB when no activation is left, however few the tokens.
-    assert ESTIMATE.tokens_that_fit(35 * GIB) == 0
     assert ESTIMATE.peak_with(16) == 36 * GIB
 
 
@@ -299,6 +278,41 @@ def test_values_of_a_rollout_are_in_the_step_that_is_counted(words: list[str]) -
     assert step.step.activations > 0
 
 
+class Judged(TwoModels):
+    """A loss with values that a frozen model has computed."""
+
+    widths: tuple[int | None, ...] = ()
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+        for width in self.widths:
+            run.attach(f"judge{width}", run.config.model, None, key="any", width=width)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        for width in self.widths:
+            values = batch.values[f"judge{width}"].index_select(0, batch.predict_at)
+            logprobs = logprobs * values.view(len(logprobs), width or 1).sum(1)
+        return Loss((Term(-logprobs.sum(), "tokens"),))
+
+
+def test_values_that_a_frozen_model_computes_are_in_the_step_that_is_counted(
+    words: list[str],
+) -> None:
+    fit = fit_of(words, GIB)
+
+    class Wide(Judged):
+        widths = (None, 1000)
+
+    bare, wide = (
+        attrs.evolve(fit, trainer=kind(None, fit.trainer.tokenizer)).estimate
+        for kind in (Judged, Wide)
+    )
+    # No model but the policy is loaded when steps run.
+    assert wide.states == bare.states
+    assert wide.peak > bare.peak + 2**19
+
+
 class Reducing(PlainBackend):
     """A backend that keeps no gradients; some bytes of them wait for their reduction."""
 
@@ -322,17 +336,7 @@ def test_the_line_states_the_memory_and_whether_the_step_fits(words: list[str]) 
     line = fit_of(words, GIB).line()
     assert line.startswith(f"memory     {gib(peak)} GiB at the peak: weights ")
     assert line.endswith(" tokens at once), of 1.0 GiB")
-    assert fit_of(words, peak).line().endswith(" GiB; this probably will not fit")
-
-
-def test_a_run_whose_step_does_not_fit_says_what_takes_less(words: list[str]) -> None:
-    fixed = [*words, "--batch.tokens", "200", "--model.recompute", "none"]
-    peak = on_accelerator([*words, "--batch.tokens", "200", "--model.recompute", "full"], GIB).peak
-    fit = on_accelerator(fixed, int(1.06 * peak))
-    assert memory_lines(fit, "") == [
-        fit.line(),
-        f"lighter    set model.recompute to full (about {gib(peak)} GiB)",
-    ]
+    assert fit_of(words, peak).line().endswith(" GiB; this probably will not fit: see `rlhf plan`")
 
 
 def test_memory_is_printed_before_weights_are_read(tmp_path, capsys) -> None:
@@ -357,26 +361,32 @@ def test_recomputed_compiled_layers_keep_only_their_inputs(words: list[str]) -> 
     assert again < activations(kernels="compile", recompute="none") / 2
 
 
-def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
+def test_an_error_names_what_fits_with_a_number(words: list[str]) -> None:
     fit = fit_of(words, GIB)
-    lean = fit_of([*words, "--model.recompute", "full"], GIB)
-    whole = fit.estimate
-    tokens = 3 * whole.tokens // 4
-    smaller = whole.resident + whole.step_peak * tokens / whole.tokens
+    lean = fit_of([*words, "--model.recompute", "selective"], GIB)
     cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
-    assert str(fit.error(cause)) == (
+    assert str(memory_error(fit, cause)) == (
         "out of memory on cpu, which has 1.0 GiB, when allocating 2.00 GiB more; a step was "
-        f"estimated at {gib(whole.peak)} GiB: set batch.tokens to {tokens} (about {gib(smaller)} "
-        f"GiB), or set model.recompute to full (about {gib(lean.estimate.peak)} GiB)"
+        f"estimated at {gib(fit.peak)} GiB: set model.recompute selective (about "
+        f"{gib(lean.peak)} GiB); `rlhf plan` lists what fits"
     )
+
+
+def test_fewer_tokens_are_advised_even_if_they_are_configured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "LEAST_TOKENS", 1)
+    whole, half = (
+        on_accelerator([*words, "--model.recompute", "full", "--batch.tokens", tokens], GIB)
+        for tokens in ("400", "200")
+    )
+    assert advice(whole) == f"set batch.tokens 200 (about {gib(half.peak)} GiB)"
 
 
 def test_if_no_setting_can_be_lowered_another_way_is_named(words: list[str]) -> None:
     one_row = ["--batch.size", "1", "--model.recompute", "full"]
     fit = fit_of([*words, *one_row], 1000)
-    assert str(fit.error(torch.OutOfMemoryError("no more"))).endswith(
-        ": train with lora, or use a device with more memory"
-    )
+    assert advice(fit) == "train with lora, or use a device with more memory"
 
 
 def test_a_model_that_looks_at_values_has_no_estimate_but_runs(
@@ -398,8 +408,9 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(
     assert looking.line().startswith("memory     not estimated: RuntimeError: ")
     assert looking.line().endswith(" (details: errors/rehearsal.txt)")
     assert "batch.tokens.sum().item() > 0" in (tmp_path / "errors" / "rehearsal.txt").read_text()
-    assert str(looking.error(torch.OutOfMemoryError("x"))) == (
-        "out of memory on cpu, which has 1.0 GiB: lower batch.tokens or set model.recompute to full"
+    assert str(memory_error(looking, torch.OutOfMemoryError("x"))) == (
+        "out of memory on cpu, which has 1.0 GiB: lower batch.tokens, or set model.recompute to "
+        "full"
     )
 
 

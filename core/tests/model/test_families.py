@@ -1,7 +1,6 @@
 """Every family of docs/models.md: the probe's choice, hidden states, log-probabilities and
 gradients."""
 
-import copy
 import re
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import transformers
 from attrs import evolve
 from engines import BareEngine
-from families import NAMES, OWN_ATTENTION, TREES, family
+from families import NAMES, OWN_ATTENTION, TREES, family, random_model
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
@@ -155,7 +154,7 @@ def test_the_form_of_the_logits_is_found_whatever_its_settings_are_called(
 ) -> None:
     module = family(name).module
     if precision == "bf16":
-        module = PackedModel(copy.deepcopy(module.causal).bfloat16())
+        module = PackedModel(random_model(name).bfloat16())
         choose_path(BareEngine(module, precision), Mesh())  # type: ignore[arg-type]
     assert module.form.scale == pytest.approx(scale, rel=1e-6 if precision == "fp32" else 1e-3)
     assert module.form.softcap == softcap

@@ -28,7 +28,7 @@ from transformers import (
 
 from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig
 from rlhf.errors import RLHFError, listed
-from rlhf.launch import hub
+from rlhf.model import tokenizer
 from rlhf.model.adapters import check_uncompiled
 from rlhf.model.architecture import check_unquantized
 from rlhf.model.tokenizer import load_tokenizer, read_tokenizer
@@ -227,7 +227,7 @@ def test_no_request_waits_for_ever_for_a_hub_that_does_not_answer(
         HfApi(endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}").model_info(name)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", ask_for_description)
-    monkeypatch.setattr(hub, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    monkeypatch.setattr(tokenizer, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,

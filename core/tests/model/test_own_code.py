@@ -14,12 +14,12 @@ from transformers import LlamaConfig
 
 from rlhf.commands.merge import merge_command
 from rlhf.config.sections import ModelConfig
-from rlhf.demo import scratch
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.exported import exported_model, exported_tokenizer
 from rlhf.model.setting_names import name_in_errors
 from rlhf.model.tokenizer import read_tokenizer
+from rlhf_devkit import scratch
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

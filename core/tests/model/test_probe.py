@@ -159,6 +159,17 @@ def test_positions_that_depend_on_the_longest_row_run_one_path_at_a_time() -> No
     assert choose_path(engine_of(causal), Mesh(), longest=60).path == "tree"
 
 
+def test_a_model_that_fails_on_plain_text_is_refused_in_one_line() -> None:
+    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES, pad_token_id=0))
+    causal.model.layers[0].mlp.down_proj = torch.nn.Linear(3, 3)
+    with pytest.raises(RLHFError) as caught:
+        choose_path(engine_of(causal), Mesh())
+    assert str(caught.value) == (
+        "LlamaForCausalLM fails on plain text in fp32 with RuntimeError: mat1 and mat2 shapes "
+        "cannot be multiplied (40x48 and 3x3); choose another model.path"
+    )
+
+
 def test_a_head_that_is_not_the_models_is_refused() -> None:
     causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES, pad_token_id=0))
     causal.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].tanh(),))

@@ -1,8 +1,11 @@
 """The load-balancing loss of mixtures of experts: transformers' own number for one example, and a
 sum over examples."""
 
+from typing import get_args
+
 import pytest
 import torch
+from attrs import evolve
 from small_models import SIZES, config_of, load, write_model
 from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -11,9 +14,11 @@ from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
+from rlhf.model.packed import PathName
 from rlhf.model.router import balance_loss
 from rlhf.readouts import token_logprobs
 from rlhf.train.context import router_note
+from rlhf_devkit.families import tree_batch
 
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.25}
 CONFIGS = {
@@ -101,23 +106,32 @@ def test_a_coefficient_without_effect_is_refused(tmp_path):
     assert load(adapted).router_loss == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "kernels", "problem"),
-    [
-        ("padded", "auto", "the model runs on the path 'padded'"),
-        ("tree", "compile", "the layers are compiled"),
-    ],
-)
-def test_where_it_cannot_be_computed_a_line_says_so(tmp_path, path, kernels, problem):
+def test_where_it_cannot_be_computed_a_line_says_so(tmp_path):
     module = load(config_of(write_model(tmp_path, CONFIGS["mixtral"])))
     assert router_note(module, ModelConfig()) == (
         "router     load-balancing loss times 0.25, over each example"
     )
-    module.path = path
     with pytest.raises(RLHFError) as error:
-        router_note(module, ModelConfig(router_loss=0.25, kernels=kernels))
-    assert str(error.value) == f"model.router_loss cannot be computed: {problem}; set it to 0"
-    assert router_note(module, ModelConfig(kernels=kernels)) == (
-        f"router     no load-balancing loss: {problem}"
+        router_note(module, ModelConfig(router_loss=0.25, kernels="compile"))
+    assert str(error.value) == (
+        "model.router_loss cannot be computed: the layers are compiled; set it to 0"
+    )
+    assert router_note(module, ModelConfig(kernels="compile")) == (
+        "router     no load-balancing loss: the layers are compiled"
     )
     assert module.router_loss == 0
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_path_has_the_same_loss(tmp_path, family):
+    module = load(config_of(write_model(tmp_path, CONFIGS[family])))
+    module.train()
+    batch = tree_batch()
+    size = SIZES["vocab_size"]
+    batch = evolve(batch, tokens=batch.tokens % size, predict=batch.predict % size)
+    for path in get_args(PathName):
+        module.path = path
+        module(batch, token_logprobs)
+    first, *others = module.router_losses
+    for other in others:
+        torch.testing.assert_close(other, first)

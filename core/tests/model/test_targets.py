@@ -28,6 +28,7 @@ MORE = {
         | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
         | {"mamba_n_groups": 1, "mamba_chunk_size": 16},
     ),
+    "Falcon": ("FalconConfig", SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "Laguna": ("LagunaConfig", SIZES | EXPERTS | {"head_dim": 8, "num_experts": 4}),
 }
 
@@ -64,6 +65,13 @@ def test_default_targets_train_and_are_exportable(tmp_path: Path, name: str) -> 
     module(tree_batch(), token_logprobs)["logprobs"].sum().backward()
     gradients = {n: p.grad for n, p in module.model.named_parameters() if ".lora_B" in n}
     assert {name for name, gradient in gradients.items() if not gradient.any()} == set()
+
+
+def test_linear_layers_of_a_familys_own_kind_are_adapted(tmp_path: Path) -> None:
+    names = adapted_names(load(with_lora(tmp_path, config_named("Falcon"))))
+    assert {name.split(".")[-1] for name in names} == {
+        "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
+    }  # fmt: skip
 
 
 def test_default_targets_leave_out_what_text_does_not_reach(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from rlhf.commands.export import export_command
 from rlhf.commands.merge import merge_command
+from rlhf.commands.records import export_command
 from rlhf.config.sections import LoraConfig
 from rlhf.errors import RLHFError
 from rlhf.model import stored

@@ -16,8 +16,7 @@ from rlhf.config.sections import (
 from rlhf.data.batch import PackedBatch
 from rlhf.errors import RLHFError
 from rlhf.model.load import load_model
-from rlhf.readouts import Head, Mixture, answer_logprobs, distil, hidden_at
-from rlhf.readouts.teachers import forward_kl
+from rlhf.readouts import Head, answer_logprobs, hidden_at
 from rlhf.reference import live as reference
 from rlhf.request.reader import read_config
 from rlhf.train import context
@@ -25,6 +24,8 @@ from rlhf.train.context import RunContext
 from rlhf.train.exporting import whole_weights, write_weights
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 from rlhf.train.introduction import depends_on_layout
+from rlhf_distill import Mixture, distil
+from rlhf_distill.distributions import forward_kl
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -18,8 +18,7 @@ from rlhf.config.sections import Config
 from rlhf.hookspecs import RunRecord, hookimpl
 from rlhf.registry import observers as limits
 from rlhf.registry.gateway import build_gateways
-from rlhf.registry.observer_thread import ObserverThread
-from rlhf.registry.observers import ObserverGateway
+from rlhf.registry.observers import ObserverGateway, ObserverThread
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
 from rlhf_devkit.bench import LIKELIHOOD
@@ -376,7 +375,7 @@ import rlhf.__main__ as script
 script.EXIT_SECONDS = script.EXIT_SECONDS_HUNG = 0.2
 if sys.argv[1] == "hung":
     script.EXIT_SECONDS = 60.0
-    from rlhf.registry.observer_thread import ObserverThread
+    from rlhf.registry.observers import ObserverThread
     from rlhf.hookspecs import hookimpl
     class Hanging:
         @hookimpl

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.readouts import token_logprobs
 from rlhf.reference import digest
 from rlhf.reference.digest import quick_digests
 from rlhf.train.checkpointing import check_data, check_frozen
@@ -87,12 +88,16 @@ def reads_a_cached_reference(run: RunContext) -> object:
     return run.reference("cache")
 
 
-def reads_a_teacher(run: RunContext) -> object:
-    return run.teacher(run.config.model)
+def reads_a_judge(run: RunContext) -> object:
+    return run.load("judge", model=run.config.model, trained=False)
 
 
-def reads_a_cached_teacher(run: RunContext) -> object:
-    return run.teacher(run.config.model, top=3)
+def reads_a_cached_judge(run: RunContext) -> object:
+    def compute(engine: Any, batch: Any) -> torch.Tensor:
+        logprobs: torch.Tensor = engine(batch, token_logprobs)["logprobs"]
+        return logprobs
+
+    return run.attach("judge", run.config.model, compute, key="logprobs")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +106,8 @@ def reads_a_cached_teacher(run: RunContext) -> object:
         reads_an_adapters_base,
         reads_a_reference,
         reads_a_cached_reference,
-        reads_a_teacher,
-        reads_a_cached_teacher,
+        reads_a_judge,
+        reads_a_cached_judge,
     ],
 )
 def test_other_frozen_weights_in_the_old_folder_are_refused(folder: Path, read: Any) -> None:
@@ -124,8 +129,8 @@ def test_other_frozen_weights_in_the_old_folder_are_refused(folder: Path, read: 
         again.resumed = shapes_of(saved, first)
     with pytest.raises(RLHFError) as error:
         read(again)
-    roles = {reads_an_adapters_base: "", reads_a_teacher: "teacher: "}
-    role = (roles | {reads_a_cached_teacher: "teacher: "}).get(read, "reference: ")
+    roles = {reads_an_adapters_base: "", reads_a_judge: "judge: ", reads_a_cached_judge: "judge: "}
+    role = roles.get(read, "reference: ")
     assert str(error.value) == (
         f"{role}{model} has other weights than when {saved} was written, which has no copy of "
         "these frozen weights; restore the old files or set model.revision to the old commit, or "

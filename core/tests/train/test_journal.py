@@ -1,5 +1,6 @@
 """What a run reports of its steps: how fast they were, and how many the loss scaler skipped."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from rlhf.contract.sums import RESERVED, ReducedSums, Sums
 from rlhf.data.order import RunOrder
 from rlhf.engine import LaterOutcome, Mesh, StepOutcome
 from rlhf.folder.run_folder import RunFolder
-from rlhf.train import journal
 from rlhf.train.journal import StepResult
 from rlhf.train.session import Session
 from rlhf.trainer import Loss
@@ -48,7 +48,7 @@ def test_the_time_of_an_evaluation_is_not_that_of_steps(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(journal.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     diary, order = session.journal, session.train_order
     diary.start_steps(0)
     now += 2

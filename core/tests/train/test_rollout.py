@@ -1,5 +1,4 @@
-"""The door for on-policy methods: what a trainer makes of a step is laid out, counted and packed,
-and sampling draws from the model's own distribution."""
+"""The door for on-policy methods: what a trainer makes of a step is laid out and packed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
-from rlhf.train.generate import Noise
 from rlhf.train.rollout import FILE, Rollouts
 
 
@@ -140,23 +138,6 @@ def test_a_rollout_that_steps_still_need_is_saved_to_the_last_bit(tmp_path: Path
             torch.testing.assert_close(asdict(batch)[name], value, rtol=0, atol=0, equal_nan=True)
     stopped.step(3)
     assert stopped.save(tmp_path, 4) == []
-
-
-def test_draws_follow_the_softmax_at_the_temperature() -> None:
-    count, temperature = 4000, 2.0
-    logits = torch.tensor([0.0, 1.0, 3.0])
-    noise = Noise(range(count), temperature, torch.device("cpu"))
-    drawn = noise(torch.empty(0), logits.repeat(count, 1)).argmax(-1)
-    shares = torch.bincount(drawn, minlength=3) / count
-    torch.testing.assert_close(shares, (logits / temperature).softmax(-1), atol=0.03, rtol=0)
-
-
-def test_a_sample_depends_only_on_its_seed() -> None:
-    scores = torch.zeros(3, 50)
-    together = Noise([7, 8, 9], 1.0, torch.device("cpu"))
-    single = Noise([9], 1.0, torch.device("cpu"))
-    for _ in range(3):
-        assert torch.equal(together(scores, scores)[2:], single(scores[:1], scores[:1]))
 
 
 def test_prompts_of_like_length_run_together_within_the_budget() -> None:

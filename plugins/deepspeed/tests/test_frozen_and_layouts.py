@@ -18,7 +18,7 @@ from rlhf_plugin_deepspeed.memory import estimate
 def plan_frozen(world, memory, *, occupied=0, model=None, **settings):
     run = evolve(config(**settings), model=model or ModelConfig(dtype="bf16"))
     mesh = Mesh(world=world, device=torch.device("cpu"), memory=memory)
-    return frozen.plan_frozen(run, mesh, SHAPE, role="teacher", occupied=occupied)
+    return frozen.plan_frozen(run, mesh, SHAPE, occupied=occupied)
 
 
 # 7 Gi parameters in bf16: 14 GiB whole; 1.75 of 8 shards, and 2.8 of what is gathered ahead.
@@ -60,16 +60,9 @@ def test_a_frozen_model_is_planned_by_its_weights_and_what_is_there(name):
 def test_a_frozen_model_has_no_settings_of_an_optimizer():
     run = evolve(config(preset="zero3_offload", frozen=3), model=ModelConfig(dtype="bf16"))
     mesh = Mesh(world=2, device=torch.device("cpu"), memory=80 * GIB)
-    made = frozen.plan_frozen(run, mesh, SHAPE, role="reference")
+    made = frozen.plan_frozen(run, mesh, SHAPE)
     assert not {"offload_optimizer", "offload_param"} & {*made.settings["zero_optimization"]}
     assert made.summary == "ZeRO 3 (as configured), bf16, 2 ranks"
-
-
-def test_ways_of_a_frozen_model_that_take_less_memory_are_named():
-    assert plan_frozen(8, 80 * GIB).lighter == (
-        "deepspeed.frozen 3 (4.5 GiB of weights of the teacher instead of 14.0)",
-        "deepspeed.frozen offload (2.8 GiB of weights of the teacher instead of 14.0)",
-    )
 
 
 def test_a_frozen_model_with_compiled_layers_stays_whole():

@@ -12,7 +12,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf_devkit.problem import Case, Packed, configure, follow
 from rlhf_devkit.ranks import shared
-from rlhf_plugin_deepspeed import muon
+from rlhf_plugin_deepspeed import muon, plugin
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.capabilities import check_capabilities
 from rlhf_plugin_deepspeed.checkpoint import Piece
@@ -183,8 +183,9 @@ def test_adapters_that_stack_experts_are_refused():
     )
 
 
-def test_the_estimate_counts_two_states_of_what_adamw_updates():
+def test_the_estimate_counts_two_states_of_what_adamw_updates(monkeypatch):
     run = half()
+    monkeypatch.setattr(type(run), "optimizers", plugin.optimizers)
     object.__setattr__(run, "optim", configure(optimizer="muon").optim)
     ends = SHAPE.head
     for stage, world in ((0, 1), (2, 8)):

@@ -1,22 +1,20 @@
 """Optimizers beside AdamW: values by hand, the same curve in every layout, exact resumes, and one
 that an extension brings."""
 
-from typing import get_args, get_type_hints
-
 import pytest
 import torch
 
 from rlhf.errors import RLHFError
-from rlhf.plugin import OptimConfig
 from rlhf_devkit.problem import Case, configure, follow, shape, whole_weights
 from rlhf_devkit.ranks import shared
+from rlhf_plugin_deepspeed import plugin
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter
 from rlhf_plugin_deepspeed.optimizer import TITLES
 
-NAMES = [name for name in get_args(get_type_hints(OptimConfig)["name"]) if name != "adamw"]
+NAMES = [kind.name for kind in plugin.optimizers if kind.name != "adamw"]
 LAYOUTS = (
     {"stage": 0},
     {"stage": 1},
@@ -165,7 +163,18 @@ def test_bf16_states_are_refused(name):
     )
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "AdamW8bit"])
+def test_moments_of_8_bits_are_refused_with_what_to_set_instead(name):
+    with pytest.raises(RLHFError) as error:
+        check(configure(DeepSpeedConfig(stage=2), optimizer=name))
+    assert str(error.value) == (
+        "optim.name: moments of 8 bits are not offered; set optim.states to bf16, which takes no "
+        "more memory"
+    )
+
+
 @pytest.mark.parametrize(("name", "size"), [("adamw", 8), ("lion", 4), ("sgd", 4)])
-def test_the_estimate_knows_the_number_of_states(name, size):
+def test_the_estimate_knows_the_number_of_states(name, size, monkeypatch):
     config = configure(DeepSpeedConfig(stage=2), optimizer=name)
+    monkeypatch.setattr(type(config), "optimizers", plugin.optimizers)
     assert bytes_per_parameter(config, shape(), stage=2).optimizer == size

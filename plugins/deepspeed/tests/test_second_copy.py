@@ -159,6 +159,6 @@ def test_the_plan_and_the_estimate_count_it():
     assert parts[1]["weights"] - parts[0]["weights"] == 14 * GIB // 4
     run = evolve(config(frozen=3, **settings), model=ModelConfig(dtype="bf16"))
     mesh = Mesh(world=16, device=torch.device("cpu"), memory=80 * GIB)
-    assert plan_frozen(run, mesh, SHAPE, role="reference").summary == (
+    assert plan_frozen(run, mesh, SHAPE).summary == (
         "ZeRO 3 (as configured), bf16, 16 ranks, a second copy of the weights over 4 ranks"
     )

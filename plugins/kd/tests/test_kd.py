@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from rlhf.errors import RLHFError
-from rlhf.readouts import Head, Mixture
+from rlhf.readouts import Head
 from rlhf.trainer import Answer, Example, PackedBatch, Sample
 from rlhf_devkit import Other, TrainerConformance, pack, weighted_loss
+from rlhf_distill import Mixture
 from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig
 from rlhf_plugin_kd.losses import measure

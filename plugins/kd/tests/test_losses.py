@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.readouts import Head, Mixture, WholeTeacher, divergence
+from rlhf.readouts import Head
 from rlhf.trainer import Answer, Example
 from rlhf_devkit import pack
+from rlhf_distill import Mixture, WholeTeacher, divergence
 from rlhf_plugin_kd.losses import measure
 
 P = torch.tensor([[0.75, 0.25]]).log()

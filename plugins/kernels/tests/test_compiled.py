@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward
-from rlhf.memory.step_bytes import LiveBytes
+from rlhf.memory.estimate import LiveBytes
 from rlhf.model import attention
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from rlhf.data.packing import blank_batch
-from rlhf.readouts import Head, Mixture, SkewedKL, WholeTeacher, distillation, divergence, logits
-from rlhf.readouts.distillation import compare, compare_whole
+from rlhf.model import accelerated
+from rlhf.readouts import Head, logits
+from rlhf_distill import Mixture, SkewedKL, WholeTeacher, divergence
+from rlhf_distill.distillation import compare, compare_whole
 from rlhf_kernels.kernels import TritonKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,7 +76,7 @@ def both(
         scale=own.scale, softcap=own.softcap, **options,
     )  # fmt: skip
     found = compare_whole(
-        TritonKernels(), student.clone(), targets, weights, teacher,
+        TritonKernels().compare_rows, student.clone(), targets, weights, teacher,
         scales=(own.scale, known.scale), softcaps=(own.softcap, known.softcap), **options,
     )  # fmt: skip
     return [found, expected]
@@ -128,7 +130,7 @@ def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_opera
     mixture = Mixture(MEASURES["jsd"], temperature=1.7, nll=0.2, chunk=chunk)
     results = []
     for kernels in (TritonKernels(), None):
-        monkeypatch.setattr(distillation, "kernels_on", lambda _, kernels=kernels: kernels)
+        monkeypatch.setattr(accelerated, "kernels_on", lambda _, kernels=kernels: kernels)
         hidden, own = states.clone().requires_grad_(), weight.clone().requires_grad_()
         head = Head(weight=own, scale=0.7, softcap=5.0)
         read = divergence(hidden, head, batch, teacher=teacher, mixture=mixture, weights=weights)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from rlhf.errors import RLHFError
-from rlhf.memory.step_bytes import LiveBytes
+from rlhf.memory.estimate import LiveBytes
 from rlhf.model.parts import decoder
 from rlhf_devkit.families import FAMILIES, SIZES
 from rlhf_kernels.fused import check_fusible, check_gates_known, not_fusible

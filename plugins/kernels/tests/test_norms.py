@@ -10,7 +10,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from rlhf.memory.step_bytes import LiveBytes
+from rlhf.memory.estimate import LiveBytes
 from rlhf_devkit.families import FAMILIES, SIZES
 from rlhf_kernels import fused
 from rlhf_kernels.norms import Formula, formula_of, fuse_norms

@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 
 import attrs
 
-from rlhf.commands.output import print_table
 from rlhf.errors import RLHFError
+from rlhf.folder.template import print_table
 from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 
@@ -84,6 +84,10 @@ def _check(plugin: Installed) -> None:
         from rlhf.model.accelerated import load_kernels  # late: start-up time
 
         load_kernels(plugin)
+    elif plugin.kind == "rollouts":
+        from rlhf.rollouts import load_engine  # late: start-up time
+
+        load_engine(plugin)
     elif plugin.kind == "command":
         _check_command(plugin)
 

@@ -32,7 +32,8 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Show the docstrings of a class's fields in `help`; a decorator above `@frozen`.
+    """Show the docstrings of a class's fields in `help`; a decorator above `@frozen`. Python keeps
+    no docstrings of fields, and in a notebook `help` is the documentation of what plugins import.
 
     `help` takes them from `__slots__` if that is a dictionary. A class without slots, such as a
     protocol, gets them at the end of its docstring.

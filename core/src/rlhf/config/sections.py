@@ -1,5 +1,7 @@
 """Core's configuration sections: frozen attrs classes, one per YAML section."""
 
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -7,20 +9,10 @@ import attrs
 from attrs import field, frozen, validators
 
 from rlhf.config.field_docs import documented
-from rlhf.config.objective import objective
-from rlhf.config.stop_signals import STOP_SIGNALS
 from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
 
-WITH_8_BITS = (
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "adam8bit",
-    "AdamW8bit",
-    "adamw8bit",
-)
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))
 below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
@@ -32,11 +24,6 @@ def positive(instance: object, attribute: Any, value: Any) -> None:
     validators.gt(0)(instance, attribute, value)
     if isinstance(value, int):
         validators.lt(2**63)(instance, attribute, value)
-
-
-def _not_with_8_bits(name: Any) -> str | None:
-    text = "moments of 8 bits are not offered; set optim.states to bf16, which takes no more memory"
-    return text if name in WITH_8_BITS else None
 
 
 def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
@@ -183,19 +170,33 @@ class BatchConfig:
 
 @documented
 @frozen(kw_only=True)
+class OptimizerKind:
+    """An optimizer of a backend."""
+
+    name: str
+    """Its `optim.name`."""
+    about: str = ""
+    """What `rlhf config` says of it."""
+    states: int = 2
+    """How many numbers it keeps for each trained weight, in the dtype of the master weights."""
+    layer_states: int | None = None
+    """The same for weights in the layers, if it differs there."""
+    without: tuple[str, ...] = ()
+    """Settings in `optim` that it does not have, such as `eps`."""
+
+
+ADAMW = OptimizerKind(name="adamw", about="AdamW (arXiv 1711.05101).")
+
+
+@documented
+@frozen(kw_only=True)
 class OptimConfig:
     """The optimizer and its schedule."""
 
     lr: float = field(default=2e-5, validator=positive)
     """Peak learning rate. With LoRA the default is ten times the trainer's."""
-    name: Literal["adamw", "lion", "muon", "sgd"] = field(
-        default="adamw", metadata={"instead": _not_with_8_bits}
-    )
-    """adamw: AdamW (arXiv 1711.05101). lion: Lion (arXiv 2302.06675), which keeps one state per
-    parameter instead of two; its paper takes betas 0.9 and 0.99, and a third to a tenth of AdamW's
-    rate with 3 to 10 times its weight decay. muon: Muon (arXiv 2502.16982) for the matrices of
-    the layers, one state, and AdamW for all other weights; AdamW's rate and weight decay suit it.
-    sgd: gradient descent with momentum, also one state."""
+    name: str = "adamw"
+    """The optimizer, one of those of the backend."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning rate after warm-up; that of step k of N is f(k / N)."""
     warmup: float = field(default=0.03, validator=not_negative)
@@ -209,10 +210,9 @@ class OptimConfig:
     betas: tuple[float, float] = field(
         default=(0.9, 0.999), validator=validators.deep_iterable(below_one)
     )
-    """Decay rates of Adam's two moments; of Lion's update and its state; the first is SGD's
-    momentum."""
+    """Decay rates of the optimizer's two moments; the first is a momentum's."""
     eps: float = field(default=1e-8, validator=positive)
-    """Epsilon of AdamW, also in muon; lion and sgd have none."""
+    """Epsilon of AdamW's division."""
     states: Literal["fp32", "bf16"] = "fp32"
     """Precision of the master weights and of Adam's moments. bf16 needs 4 or 6 bytes per parameter
     instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost.
@@ -249,6 +249,16 @@ class TrainConfig:
     answer, or, for reward models, the scores of the row's answers."""
     patience: int | None = field(default=None, validator=optional(positive))
     """Stop after this many evaluations in a row without an improvement of `checkpoint.best`."""
+
+
+@documented
+@frozen(kw_only=True)
+class RolloutsConfig:
+    """The answers that a trainer learns from and that evaluations show."""
+
+    engine: str = "embedded"
+    """What writes them. embedded: the model itself, in the processes of the run; needs
+    rlhf-rollouts."""
 
 
 @documented
@@ -335,12 +345,15 @@ class Config:
     """What the trainer was found by: its name, or `FILE.py:CLASS`."""
     trainer_name: ClassVar[str]
     backend_name: ClassVar[str]
+    optimizers: ClassVar[tuple[OptimizerKind, ...]] = (ADAMW,)
+    """Those of the backend."""
 
     model: ModelConfig = field(factory=ModelConfig)
     data: DataConfig = field(factory=DataConfig)
     batch: BatchConfig = field(factory=BatchConfig)
     optim: OptimConfig = field(factory=OptimConfig)
     train: TrainConfig = field(factory=TrainConfig)
+    rollouts: RolloutsConfig = field(factory=RolloutsConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     lora: LoraConfig | None = None
     backend: str | None = None
@@ -351,6 +364,12 @@ class Config:
     """Run folder; default: runs/NAME-1, -2, ..."""
 
     @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """What the backend says of the optimizer `optim.name`."""
+        named = (kind for kind in self.optimizers if kind.name == self.optim.name)
+        return next(named, OptimizerKind(name=self.optim.name))
+
+    @property
     def own(self) -> Any:
         """The trainer's own section."""
         return getattr(self, self.trainer_name)
@@ -359,3 +378,29 @@ class Config:
     def backend_section(self) -> Any:
         """The backend's own section."""
         return getattr(self, self.backend_name)
+
+
+STOP_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "QUIT", "XCPU")
+
+
+FALLING = {"loss"}
+RISING = {"accuracy", "accuracies", "margin", "margins", "auc", "f1"}
+"""Words in the name of a metric that tell its direction."""
+
+
+@functools.cache
+def objective(text: str) -> tuple[str, int]:
+    """Return the metric that `text` names, and 1 if it should rise or -1 if it should fall.
+
+    The direction is its leading sign, or follows from a word of its name. Raises ValueError if
+    neither tells it.
+    """
+    name = text.lstrip("+-")
+    if not name.startswith("eval/"):
+        raise ValueError(f"expected a metric of an evaluation such as eval/loss, got {text}")
+    if text != name:
+        return name, -1 if text.startswith("-") else 1
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if bool(words & FALLING) == bool(words & RISING):
+        raise ValueError(f"{name} needs a direction; write +{name} or -{name} (rise or fall)")
+    return name, -1 if words & FALLING else 1

@@ -51,8 +51,9 @@ def check_model_folder(path: str, setting: str = "model.path") -> None:
                 "adapter transformers would put on them; move the adapter's files to a folder of "
                 "their own"
             )
-        adapter = "set model.adapter to it and model.path to its base, or "
-        remedy = f"{adapter * (setting == 'model.path')}merge it first with rlhf merge"
+        remedy = "merge it first with rlhf merge"
+        if setting == "model.path":
+            remedy = f"set model.adapter to it and model.path to its base, or {remedy}"
         raise RLHFError(f"{setting} {path} is an adapter; {remedy}")
     is_run = (folder / "config.yaml").is_file() and (folder / "model").is_dir()
     if is_run and not (folder / "config.json").is_file():

@@ -242,7 +242,8 @@ def _message(path: Path, text: str, root: type) -> str:
     if entries := next((here[name] for name in _with_entries(section, key)), None):
         return f"{dotted}: unknown setting; it belongs in an entry of {entries}"
     if ours := anywhere.get(key) or foreign_names().get(key):
-        return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
+        where = f"{dotted}: " if above else ""
+        return f"{where}'{key}' is {ours} here"
     section_name, _, rest = key.partition(".")
     if rest and not above:
         return f"{dotted}: unknown setting; in a file, write `{section_name}: {{{rest}: ...}}`"

@@ -71,7 +71,8 @@ def check_setup(trainer: Trainer, roles: Mapping[str, Role]) -> None:
     for name, value in vars(trainer).items():
         for leaf in tree_leaves(value):
             is_module = isinstance(leaf, nn.Module)
-            own = leaf.parameters() if is_module else [leaf] * isinstance(leaf, nn.Parameter)
+            own = [leaf] if isinstance(leaf, nn.Parameter) else []
+            own = leaf.parameters() if is_module else own
             if any(item.requires_grad and id(item) not in known for item in own):
                 kind, remedy = ("n nn.Parameter", "pass it to run.load() as `extra`")
                 if is_module:

@@ -1,14 +1,16 @@
 """The row formats by name: what users write in their files becomes token ids for a trainer."""
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from rlhf.data.columns import Columns, errors_at, has, missing_columns, shown, type_name
-from rlhf.data.encode import Rendered
+from rlhf.data.encode import Rendered, common_prefix
 from rlhf.data.messages import as_messages
 from rlhf.data.other_rows import with_our_columns
-from rlhf.data.preference import preferences, render_pair
-from rlhf.data.prompts import split_prompt
+from rlhf.data.prompts import shared_size, split_prompt
 from rlhf.data.tokens import (
     Reader,
     Row,
@@ -21,9 +23,110 @@ from rlhf.data.tokens import (
     render_conversation,
     render_text,
 )
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
+
+SPEAKER = "\n\nAssistant:"
+"""What precedes an answer in the rows of hh-rlhf."""
+
+
+def preferences(row: Columns, reader: Reader) -> list[Unencoded]:
+    """Read `chosen` and `rejected` with or without `prompt`, or `prompt`, `answers` and `ranks` or
+    `scores`; text or message lists. Equal answers, or all of one rank, make no row."""
+    if has(row, "chosen", "rejected"):
+        paths = render_pair(row, reader)
+        ranked = partial(join_paths, {**row, **_margin(row), "ranks": [1.0, 2.0]})
+        return [(paths, ranked)] if paths else []
+    if has(row, "prompt", "answers"):
+        return _ranked(row, reader)
+    raise missing_columns(
+        row, "`chosen` and `rejected`, with or without `prompt`, or `prompt`, `answers` and `ranks`"
+    )
+
+
+def render_pair(row: Columns, reader: Reader) -> list[Rendered]:
+    """Return the paths of the chosen and the rejected answer; none if they are equal."""
+    names = ["chosen", "rejected"]
+    values = [row[name] for name in names]
+    if values[0] == values[1]:
+        return []
+    if all(isinstance(value, str) for value in values):
+        if row.get("prompt") is None:
+            cut = _shared_text(*values)
+            return [render_text(value[:cut], value[cut:]) for value in values]
+        return render_answers(row, reader, names, values)
+    lists = [as_messages(name, row[name], role="assistant") for name in names]
+    prompt = as_messages("prompt", row["prompt"], role="user") if has(row, "prompt") else []
+    before, (chosen, rejected) = split_prompt(prompt, lists, names)
+    size = shared_size(chosen, rejected)
+    before += chosen[:size]
+    return [
+        render_answer(row, reader, before, messages[size:], name)
+        for name, messages in zip(names, (chosen, rejected), strict=True)
+    ]
+
+
+def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
+    """Read a prompt with several answers and their ranks or scores."""
+    answers = row["answers"]
+    if not isinstance(answers, list):
+        raise RLHFError(f"`answers` must be a list, not {type_name(answers)}")
+    if len(answers) < 2:
+        raise RLHFError(f"`answers` has {len(answers)}, but needs at least 2; remove the row")
+    column = next((name for name in ("ranks", "scores") if has(row, name)), None)
+    if column is None:
+        raise missing_columns(row, "`ranks` or `scores` with `answers`")
+    values = row[column]
+    if not isinstance(values, list) or len(values) != len(answers):
+        found = f"{type_name(values)} {column}"
+        if isinstance(values, list):
+            found = counted(len(values), column.removesuffix("s"))
+        raise RLHFError(f"{found} for {len(answers)} answers; give one per answer")
+    numbers = _numbers(column, values)
+    # The highest score has rank 1, and equal scores have equal ranks.
+    order = sorted(set(numbers), reverse=True)
+    ranks = numbers if column == "ranks" else [1.0 + order.index(score) for score in numbers]
+    if len(set(ranks)) == 1:
+        return []
+    names = [f"answers[{number}]" for number in range(len(answers))]
+    paths = render_answers(row, reader, names, answers)
+    columns = {**row, **_margin(row), column: numbers, "ranks": ranks}
+    return [(paths, partial(join_paths, columns))]
+
+
+def _margin(row: Columns) -> dict[str, float]:
+    """Return the row's `margin` as a number, if it has one."""
+    return {"margin": _numbers("margin", [row["margin"]])[0]} if has(row, "margin") else {}
+
+
+def _numbers(name: str, values: Sequence[Any]) -> list[float]:
+    """Return the values as floats. Raises RLHFError for one that is not a finite number."""
+    for value in values:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise RLHFError(f"`{name}` must hold numbers up to 1.8e308, not larger ones")
+        if not number or not math.isfinite(value):
+            shown = value if number else type_name(value)
+            raise RLHFError(f"`{name}` must hold numbers, not {shown}")
+    return [float(value) for value in values]
+
+
+def _shared_text(one: str, other: str) -> int:
+    """Return where the answers of two texts begin: after the last speaker's name that both share,
+    else at the last word (with its blank) or line break before the first difference."""
+    size = len(common_prefix([one, other]))
+    speaker = one.rfind(SPEAKER, 0, size)
+    if speaker >= 0:
+        return speaker + len(SPEAKER)
+    for place in range(size, 0, -1):
+        before = one[place - 1]
+        if before.isspace() and before != " ":
+            return place
+        if one[place : place + 1].isspace() and other[place : place + 1].isspace():
+            return place
+    return 0
+
 
 Format = Callable[[Columns, Reader], list[Unencoded]]
 """`(row, reader) -> the rows it becomes`: none if there is nothing to train on, several if a

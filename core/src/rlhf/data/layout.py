@@ -11,7 +11,7 @@ from rlhf.errors import RLHFError
 Rows = NDArray[np.int64]
 QUADRATIC = 1 / 32_768
 """Weight of attention's quadratic cost relative to the linear cost: at a path of 32k tokens both
-are about equal."""
+are about equal (benchmarks/RESULTS.md, Long rows)."""
 
 
 def steps(num_rows: int, size: int, seed: int, epoch: int, *, shuffle: bool = True) -> list[Rows]:

@@ -21,9 +21,10 @@ ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole tiles of tree attention's kernel."""
 NO_GRADIENT_FACTOR = 4
 """The survey and the pass that fills a cache keep no activations, so they take so many times the
-tokens of a training micro-batch."""
+tokens of a training micro-batch (benchmarks/NOTES.md, Larger micro-batches without gradient)."""
 SURVEY_TOKENS = 32_768
-"""Tokens of a micro-batch beyond which a survey gains nothing (benchmarks/RESULTS.md)."""
+"""Tokens of a micro-batch beyond which a survey gains nothing (benchmarks/NOTES.md, Larger
+micro-batches without gradient)."""
 SURVEY_STREAM = 1
 """Separates the survey's random numbers from the order of rows, which is drawn from seed and
 epoch."""

@@ -1,21 +1,34 @@
-"""Chat templates that give another text each time are refused: their rows would be other tokens in
-a resumed run or on another machine.
+"""Chat templates that give the same text each time: otherwise rows would be other tokens in a
+resumed run or on another machine.
 
-Of what transformers and Jinja offer, the filter `random` and the function `lipsum` draw, and the
-clock stands still (`clock.py`). An object that a template prints by mistake, such as a generator,
-is printed with its address.
+Templates of Llama 3, SmolLM3, GPT-OSS and Granite print the date by `strftime_now(format)`, which
+transformers provides and which reads the clock. A run gives its templates a `strftime_now` of one
+day, that on which it was made. It is part of the template's text: the cache of tokenised rows,
+whose key has that text, does not mix days, and all that render with the tokenizer get the same day.
+
+Of what else transformers and Jinja offer, the filter `random` and the function `lipsum` draw; a
+template that uses them is refused. So is one that prints an object by mistake, such as a generator,
+which is printed with its address.
 """
 
 import json
 import random
 import re
-from collections.abc import Iterator
+import string
+from calendar import timegm
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date, datetime, time
 from functools import cache
 from typing import Any
 
 from rlhf.errors import RLHFError
 
+CLOCK = re.compile(r"\bstrftime_now\b")
+DIRECTIVE = re.compile(r"%[-_0^#EO]?[a-zA-Z]")
+"""A directive of strftime, perhaps with a flag."""
+MARK = "{# the day of the run #}"
+"""Stands before and after what is added to a template."""
 OBJECT = re.compile(r"<[a-z][\w .<>-]* at 0x[0-9a-f]+>")
 """How Python prints an object that has no text of its own."""
 
@@ -50,3 +63,39 @@ def check_no_object(text: str, name: str, *given: Any) -> None:
             "its content, as by `| list` or `| join`, in a copy of it, and set data.chat_template "
             "to the copy"
         )
+
+
+def with_day(template: Any, day: date) -> Any:
+    """Return a chat template, or several by name, for which it is always midnight of `day`; one
+    that does not read the clock is returned as it is."""
+    if isinstance(template, Mapping):
+        return {name: with_day(each, day) for name, each in template.items()}
+    if not isinstance(template, str) or not CLOCK.search(template):
+        return template
+    # A format that is not in the template's text, such as an argument, has common directives.
+    common = {f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters}
+    texts = {name: text_of(name, day) for name in sorted({*common, *DIRECTIVE.findall(template)})}
+    # A byte 0 stands for `%%` until all directives are replaced.
+    steps = {"%%": "\0", **{name: text for name, text in texts.items() if text != name}, "\0": "%"}
+    lines = [f"{{% set format = format|replace({old!r}, {new!r}) %}}" for old, new in steps.items()]
+    macro = f"{{% macro strftime_now(format) %}}{''.join(lines)}{{{{ format }}}}{{% endmacro %}}"
+    # Jinja drops the line break behind the mark: as before, the template begins a line.
+    return f"{MARK}{macro}{MARK}\n{template}"
+
+
+def without_day(template: Any) -> Any:
+    """Return a chat template, or several by name, as it was before `with_day`."""
+    if isinstance(template, Mapping):
+        return {name: without_day(each) for name, each in template.items()}
+    if not isinstance(template, str) or not template.startswith(MARK):
+        return template
+    return template.split(f"{MARK}\n", 1)[1]
+
+
+def text_of(directive: str, day: date) -> str:
+    """Return what strftime puts in place of a directive, in every time zone."""
+    if directive[-1] in "zZ":
+        return ""
+    if directive[-1] == "s":
+        return str(timegm(day.timetuple()))
+    return datetime.combine(day, time()).strftime(directive)

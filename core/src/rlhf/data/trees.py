@@ -50,9 +50,9 @@ NOTHING = Example([], [])
 NO_IDS = np.empty(0, np.int32)
 
 
-def tree(example: Example = NOTHING, *, place: str = "", **counts: int) -> dict[str, Any]:
-    """Return a row of the table: an example, the end of its row's name, and those of `NUMBERS` that
-    do not follow from it."""
+def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
+    """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it. The
+    end of its row's name, `place`, is left empty."""
     answers, values = example.answers, example.values
     sizes = [len(answer.tokens) for answer in answers]
     names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
@@ -66,7 +66,7 @@ def tree(example: Example = NOTHING, *, place: str = "", **counts: int) -> dict[
         "ends": [*accumulate(sizes)],
         "trained": np.array(_masks(answers), np.uint8),
         "values": [x for name in names for x in _flat(values[name])],
-        "place": place,
+        "place": "",
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
         "inputs": json.dumps(dict(example.inputs), default=_listed) if example.inputs else "",
         "columns": json.dumps(dict(example.columns)) if example.columns else "",

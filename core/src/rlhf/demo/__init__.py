@@ -4,14 +4,14 @@ For the demos and tests of trainers.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf.demo import arithmetic
 from rlhf.demo.arithmetic import Problem, problems
-from rlhf.demo.report import LOG_RATIOS, print_before_and_after
 from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import logged
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 
@@ -64,3 +64,33 @@ def base_model_folder() -> Path:
     """Return the folder of the base model `demo:base`: a Llama of 0.4 M parameters that has seen
     nothing but equations."""
     return Path(__file__).parent / "base"
+
+
+LOG_RATIOS = {
+    "rewards/margins": ("reward margin, right - wrong", "8.3f"),
+    "logps/chosen": ("log-probability, right", "8.1f"),
+    "logps/rejected": ("log-probability, wrong", "8.1f"),
+    "loss": ("loss", "8.3f"),
+}
+"""Metrics of trainers whose reward is beta times an answer's log-ratio to the reference, which is 0
+at the start."""
+
+
+def print_before_and_after(folder: Path, title: str, shown: Mapping[str, tuple[str, str]]) -> None:
+    """Print under `title` a line for each of `shown`, {metric: (what it is, format)}, of the run in
+    `folder`. Metrics are named without `eval/`. Prints nothing if metrics.jsonl has no evaluation
+    of step 0."""
+    names = [f"eval/{name}" for name in shown]
+    evaluations = [
+        record
+        for record in logged(folder)
+        if all(isinstance(record.get(name), int | float) for name in names)
+    ]
+    if not evaluations or evaluations[0]["step"] > 0:
+        return
+    before, after = evaluations[0], evaluations[-1]
+    width = max(len(title), *(len(text) for text, _ in shown.values()))
+    print(f"\n{title:{width}}   before    after")
+    for name, (text, shape) in shown.items():
+        old, new = before[f"eval/{name}"], after[f"eval/{name}"]
+        print(f"{text:{width}} {old:{shape}} {new:{shape}}")

@@ -63,8 +63,8 @@ FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, S
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
-    "rlhf-core", "rlhf-kernels", "torch", "transformers", "deepspeed", "peft", "datasets",
-    "torchdata", "pluggy", "numpy", "triton", "liger-kernel",
+    "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "torch", "transformers", "deepspeed", "peft",
+    "datasets", "torchdata", "pluggy", "numpy", "triton", "liger-kernel",
 )  # fmt: skip
 
 
@@ -238,12 +238,9 @@ def is_running(folder: Path) -> bool:
         return False  # Of a folder that cannot be written.
 
 
-def logged(
-    folder: Path, *, until: float = math.inf, tail: int = 0, name: str = METRICS
-) -> list[dict[str, Any]]:
-    """Return the records in a file of a run up to the step `until`, without damaged lines; with
-    `tail` only those in its last bytes."""
-    lines = read_lines(folder / name, tail=tail)
+def logged(folder: Path, *, until: float = math.inf, name: str = METRICS) -> list[dict[str, Any]]:
+    """Return the records in a file of a run up to the step `until`, without damaged lines."""
+    lines = read_lines(folder / name)
     return [line for line in lines if line is not None and line["step"] <= until]
 
 

@@ -1,6 +1,7 @@
 """Templates of Jinja, such as the model card, and how rlhf writes numbers and durations."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,10 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def print_table(table: Sequence[Sequence[str]]) -> None:
+    """Print lines of columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())

@@ -1,10 +1,12 @@
-"""The place of this machine among the hosts of a run.
+"""This machine among the hosts of a run, and the ranks that SLURM's `srun` has started.
 
-The variables are those that torchrun reads instead of its flags and that Kubeflow sets: PET_NNODES,
-PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE.
+The variables of hosts are those that torchrun reads instead of its flags and that Kubeflow sets:
+PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE.
 """
 
 import os
+import shutil
+import subprocess
 
 from attrs import frozen
 
@@ -15,11 +17,11 @@ PORT = 29500
 
 
 @frozen
-class Place:
+class Host:
     """One of the hosts of a run, each with the same number of ranks."""
 
     hosts: int = 1
-    host: int = 0
+    number: int = 0
     address: str = "127.0.0.1"
     """Of the first host."""
     port: int | None = None
@@ -28,17 +30,17 @@ class Place:
     """Ranks of each host; None: one per device."""
 
 
-ONE_HOST = Place()
+ONE_HOST = Host()
 
 
-def place_of_host() -> Place:
-    """Return the place that the environment describes. Raises RLHFError if part of it is
+def this_host() -> Host:
+    """Return the host that the environment describes. Raises RLHFError if part of it is
     missing."""
     env = os.environ
     text = env.get("PET_NPROC_PER_NODE", "")
     nproc = int(text) if text.isdecimal() else None  # torchrun also accepts auto, gpu and cpu.
     if env.get("PET_NNODES", "1") == "1":
-        return Place(nproc=nproc)
+        return Host(nproc=nproc)
     if missing := [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in env]:
         raise RLHFError(
             f"PET_NNODES is {env['PET_NNODES']}, but {' and '.join(missing)} "
@@ -52,7 +54,7 @@ def place_of_host() -> Place:
     hosts, port, host = map(int, values)
     if host >= hosts:
         raise RLHFError(f"PET_NODE_RANK is {host}, but the {hosts} hosts are counted from 0")
-    return Place(hosts, host, env["PET_MASTER_ADDR"], port, nproc)
+    return Host(hosts, host, env["PET_MASTER_ADDR"], port, nproc)
 
 
 def _check_ranks() -> None:
@@ -86,3 +88,28 @@ def check_world(nproc: int | None) -> None:
             f"SLURM_NTASKS is {tasks}, but this is one process; start the ranks with "
             "`srun python -m rlhf run ...`, or give --nproc to use this machine only"
         )
+
+
+def join_slurm() -> None:
+    """Set the variables of torch's rendezvous from those of `srun`, if it started several tasks."""
+    env = os.environ
+    # A batch script itself has the SLURM_NTASKS of its allocation, but no step.
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in env or tasks == "1" or "SLURM_PROCID" not in env:
+        return
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = _first_host()
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], tasks
+    env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
+
+
+def _first_host() -> str:
+    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    command = ["scontrol", "show", "hostnames", hosts]
+    listed = shutil.which("scontrol") and subprocess.run(
+        command, capture_output=True, encoding="utf-8", check=False
+    )
+    if not listed or listed.returncode or not listed.stdout:
+        raise RLHFError(f"cannot find the first host of {hosts!r} with scontrol; set MASTER_ADDR")
+    return listed.stdout.split()[0]

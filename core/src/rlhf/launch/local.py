@@ -19,7 +19,7 @@ from types import FrameType, MappingProxyType
 from typing import IO
 
 from rlhf.launch import places
-from rlhf.launch.hosts import ONE_HOST, Place
+from rlhf.launch.hosts import ONE_HOST, Host
 from rlhf.launch.signals import (
     GATE,
     INTERRUPTED,
@@ -60,7 +60,7 @@ class Ranks:
         patience: float,
         *,
         grace: float = 10.0,
-        place: Place = ONE_HOST,
+        host: Host = ONE_HOST,
         signals: Sequence[str] = ("TERM",),
         places_in: Path | None = None,
         silence: float = 45.0,
@@ -84,7 +84,7 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         # Before the first start: a signal after it must reach the ranks.
         self._caught = catch(self._on_signal, signals)
-        self._first = place.host * count
+        self._first = host.number * count
         held = self._caught.enter_context(hold_port())
         gate, opener = os.pipe()
         files = {PROBLEMS: self._problems.fileno(), GATE: gate}
@@ -92,9 +92,9 @@ class Ranks:
             given.write(request)
             if request:
                 files[REQUEST] = given.fileno()
-            port = place.port or held.getsockname()[1]
+            port = host.port or held.getsockname()[1]
             descriptors = {name: str(file) for name, file in files.items()}
-            shared = _variables(count, place, port) | descriptors
+            shared = _variables(count, host, port) | descriptors
             for local in range(count):
                 own = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
                 self.processes.append(
@@ -223,13 +223,13 @@ class Ranks:
         return failed[0] if failed else 0
 
 
-def _variables(count: int, place: Place, port: int) -> dict[str, str]:
+def _variables(count: int, host: Host, port: int) -> dict[str, str]:
     """Return the environment of `count` ranks on this host."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     return os.environ | {
-        "WORLD_SIZE": str(count * place.hosts),
+        "WORLD_SIZE": str(count * host.hosts),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": place.address,
+        "MASTER_ADDR": host.address,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": threads,
         PARENT: str(os.getpid()),

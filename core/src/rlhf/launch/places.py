@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from rlhf.launch.startup import Startup
+from rlhf.launch.clock import Clock
 
 FORMAT = struct.Struct("<qqqdd?")
 PHASES = (
@@ -54,9 +54,9 @@ class Place:
 class Marker:
     """Writes the place of this rank: 41 bytes, in about a microsecond."""
 
-    def __init__(self, folder: Path | None, rank: int, startup: Startup | None = None) -> None:
+    def __init__(self, folder: Path | None, rank: int, startup: Clock | None = None) -> None:
         """With `folder` None nothing is written. `startup` is the clock of the run's start."""
-        self.startup = startup or Startup()
+        self.startup = startup or Clock("set-up")
         if folder is not None:
             folder.mkdir(exist_ok=True)
         path = os.devnull if folder is None else folder / f"rank-{rank:05d}"
@@ -64,7 +64,9 @@ class Marker:
         self._step = 0
         self._phase, self._since, self._longest = "set-up", time.time(), 0.0
         self._has_stepped = False
-        self._seconds: dict[str, float] = {}
+        self.phases = Clock("set-up")
+        """The time in each phase, as this process sees it: an accelerator may still compute what an
+        earlier phase launched."""
         self.enter("set-up")
 
     def enter(self, phase: str, *, step: int | None = None, batch: int = 0) -> None:
@@ -74,16 +76,11 @@ class Marker:
         if self._phase not in (*SLOW, *WRITING):
             self._longest = max(self._longest, now - self._since)
         self._has_stepped |= self._phase == "update"
-        self._seconds, self._phase, self._since = self.seconds(now), phase, now
+        self.phases.enter(phase)
+        self._phase, self._since = phase, now
         number = PHASES.index(phase)
         place = FORMAT.pack(self._step, number, batch, now, self._longest, self._has_stepped)
         os.pwrite(self._file, place, 0)
-
-    def seconds(self, until: float) -> dict[str, float]:
-        """Return the time in each phase up to the time `until`, as this process sees it: an
-        accelerator may still compute what an earlier phase launched."""
-        before = self._seconds.get(self._phase, 0.0)
-        return {**self._seconds, self._phase: before + until - self._since}
 
     def close(self) -> None:
         os.close(self._file)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-from rlhf.config.stop_signals import STOP_SIGNALS
+from rlhf.config.sections import STOP_SIGNALS
 
 STOPPED, INTERRUPTED = 143, 130
 """Exit codes of a run that a signal has stopped, and after Ctrl-C outside of its steps."""

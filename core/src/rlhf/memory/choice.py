@@ -1,16 +1,18 @@
 """`batch.tokens` and `model.recompute` where the configuration says auto: a step that fits its
-accelerator and keeps it busy."""
+accelerator and keeps it busy. What to set if none does."""
 
 import math
+import re
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
 from rlhf.config.sections import Recompute
 from rlhf.engine import gib
+from rlhf.errors import RLHFError
 from rlhf.launch.garbage import without_collections
 from rlhf.memory.estimate import Estimate
-from rlhf.memory.fit import LEVELS, MARGIN, TOKENS_STEP, StepFit
+from rlhf.memory.fit import LEVELS, MARGIN, StepFit
 from rlhf.model.accelerated import recompute_levels
 
 START = 8192
@@ -18,13 +20,20 @@ START = 8192
 ENOUGH = 4e11
 """Parameters of a layer times tokens of a micro-batch from which twice the tokens gain less than
 5 %: the device then takes longer for a layer than the host (measured on an H200: 57 % from 8,192 to
-32,768 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B)."""
+32,768 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B: benchmarks/NOTES.md, Small
+micro-batches)."""
 AMPLE = 0.8
 """Share of an accelerator's memory up to which the tokens of a micro-batch are raised."""
 RECOMPUTE_COST = {"selective": 0.02, "full": 0.25}
-"""Time that a level adds to a step, as a share of it, measured on an H200."""
+"""Time that a level adds to a step, as a share of it, measured on an H200 (benchmarks/RESULTS.md,
+Long rows)."""
 HALVING_COST = 0.05
 """Time that half the tokens add while a micro-batch keeps the device busy (`ENOUGH`), at most."""
+LEAST_TOKENS = 1024
+"""Fewer tokens of a micro-batch are not chosen."""
+ADVISED = 0.9
+"""Share of the estimate that an advised setting takes at most: memory ran out although the estimate
+fitted, so that it was too small."""
 IDLE_COST = 1.0
 """Time that half the tokens may add where the device waits for the host."""
 
@@ -64,12 +73,17 @@ def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
     )
 
 
-def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choice]:
-    """Return the choices that take less, those that add least time first."""
+def smaller(
+    fit: StepFit, configured: Choice, *, any_tokens: bool, any_setting: bool = False
+) -> list[Choice]:
+    """Return the choices that take less, those that add least time first. With `any_setting` they
+    may differ from what the configuration sets."""
     levels: list[Recompute] = []
-    if configured.recompute == "auto":
+    if any_setting or configured.recompute == "auto":
         levels = recompute_levels(fit.config.model)
-    least = max(fit.largest, TOKENS_STEP)
+    if configured.recompute in levels:
+        levels = levels[levels.index(configured.recompute) + 1 :]
+    least = max(fit.largest, LEAST_TOKENS)
     halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
     fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []
     deepest = levels[-1] if levels else configured.recompute
@@ -83,7 +97,7 @@ def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choic
     in_layouts = [
         (cost + layout.cost, choice._replace(layout=layout.name))
         for layout in fit.layouts
-        if layout.configured
+        if layout.configured or any_setting
         for cost, choice in [(0.0, configured), *costs]
     ]
     in_layouts.sort(key=itemgetter(0))
@@ -120,8 +134,9 @@ def _more_tokens(fit: StepFit, estimate: Estimate, configured: Choice) -> tuple[
         return configured, ""
     few, many = math.ceil(step / chosen.tokens), math.ceil(step / configured.tokens)
     return chosen, (
-        f"tokens     {chosen.tokens} per micro-batch: about {few} micro-batch{'es' * (few > 1)} "
-        f"per step instead of {many} (smaller ones leave the device waiting for the host)"
+        f"tokens     {chosen.tokens} per micro-batch: about {few} micro-batch"
+        f"{'es' if few > 1 else ''} per step instead of {many} (smaller ones leave the device "
+        "waiting for the host)"
     )
 
 
@@ -141,4 +156,41 @@ def _explain_smaller(
     return (
         f"{label:<10} {', '.join(parts)}: with {' and '.join(parts.values())} a step takes "
         f"{gib(peak)} of {gib(memory)} GiB, instead of {gib(whole)}"
+    )
+
+
+def advice(fit: StepFit) -> str:
+    """Return what to set so that a step fits, whatever the configuration sets now: the fastest
+    choice, else the one that takes least."""
+    assert fit.peak is not None
+    configured = Choice(*fit.token_settings, fit.chosen.name)
+    limit = ADVISED * fit.peak
+    if fit.mesh.memory:
+        limit = min(limit, MARGIN * fit.mesh.memory)
+    choices = smaller(fit, configured, any_tokens=True, any_setting=True)
+    chosen, peak = first_that_fits(fit, choices, limit=limit)
+    if chosen is None or peak > ADVISED * fit.peak:
+        return "train with lora, or use a device with more memory"
+    settings = []
+    if chosen.tokens != configured.tokens:
+        settings.append(f"batch.tokens {chosen.tokens}")
+    if chosen.recompute != configured.recompute:
+        settings.append(f"model.recompute {chosen.recompute}")
+    if chosen.layout != configured.layout:
+        settings.append(fit.under(*chosen).chosen.settings)
+    return f"set {' and '.join(settings)} (about {gib(peak)} GiB)"
+
+
+def memory_error(fit: StepFit, cause: BaseException) -> RLHFError:
+    """Return the error of a run whose accelerator ran out of memory."""
+    where = f"out of memory on {fit.mesh.device}"
+    if fit.mesh.memory:
+        where += f", which has {gib(fit.mesh.memory)} GiB"
+    if wanted := re.search(r"ried to allocate ([\d.]+ \w+)", str(cause)):
+        where += f", when allocating {wanted.group(1)} more"
+    if fit.peak is None:
+        return RLHFError(f"{where}: lower batch.tokens, or set model.recompute to full")
+    return RLHFError(
+        f"{where}; a step was estimated at {gib(fit.peak)} GiB: {advice(fit)}; `rlhf plan` lists "
+        "what fits"
     )

@@ -1,7 +1,5 @@
-"""Whether a step fits its accelerator, and what to change if it does not."""
+"""Whether a step fits its accelerator."""
 
-import math
-import re
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -10,7 +8,6 @@ import attrs
 from rlhf.config.sections import Config, Recompute
 from rlhf.data.examples import Examples
 from rlhf.engine import Layout, Mesh, gib
-from rlhf.errors import RLHFError
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import NotRehearsed, Rehearsal, Rehearsed, rehearse
 from rlhf.model.role import layouts_of
@@ -18,18 +15,13 @@ from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
 
 MARGIN = 0.95
-"""Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
-WORTH = 0.05
-"""A faster layout is named if it takes less time by this share of a step."""
-LESS = 0.98
-"""A setting is advised if a step takes at most this share of its memory."""
+"""Share of an accelerator's memory that tensors can have; allocator and kernels take the rest
+(benchmarks/RESULTS.md, Memory held by the allocator)."""
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
 }
 """Levels of `model.recompute`, the cheaper ones first."""
-TOKENS_STEP = 1024
-"""A budget of tokens is advised in multiples of this."""
 
 
 @attrs.define(frozen=True, slots=False)
@@ -120,49 +112,14 @@ class StepFit:
     def line(self) -> str:
         """Return the line `memory` of the run's introduction."""
         if isinstance(self.rehearsed, NotRehearsed):
-            details = " (details: errors/rehearsal.txt)" * bool(self.rehearsed.traceback)
+            details = " (details: errors/rehearsal.txt)" if self.rehearsed.traceback else ""
             return f"memory     not estimated: {self.rehearsed.reason}{details}"
         estimate = self.estimate
         assert estimate is not None
         if not self.mesh.memory:
             return f"memory     {estimate}"
-        warning = "" if self.fits else "; this probably will not fit"
+        warning = "" if self.fits else "; this probably will not fit: see `rlhf plan`"
         return f"memory     {estimate}, of {gib(self.mesh.memory)} GiB{warning}"
-
-    def error(self, cause: BaseException) -> RLHFError:
-        """Return the error of a run whose accelerator ran out of memory."""
-        wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(cause))
-        where = f"out of memory on {self.mesh.device}"
-        if self.mesh.memory:
-            where += f", which has {gib(self.mesh.memory)} GiB"
-        if wanted:
-            where += f", when allocating {wanted.group(1)} more"
-        if isinstance(self.rehearsed, NotRehearsed):
-            recomputes = self.config.model.recompute == "full"
-            more = "" if recomputes else " or set model.recompute to full"
-            return RLHFError(f"{where}: lower batch.tokens{more}")
-        expected = f"a step was estimated at {gib(self.peak or 0)} GiB"
-        return RLHFError(f"{where}; {expected}: {self._advice()}")
-
-    def lighter(self) -> str:
-        """Return a line that names what takes less, if a step does not fit."""
-        if self.peak is None or self.fits:
-            return ""
-        return f"lighter    {self._advice(limit=MARGIN * self.mesh.memory)}"
-
-    def faster(self) -> str:
-        """Return a line that names a faster layout in which a step fits, if the configuration asks
-        for another."""
-        for layout in self.layouts:
-            if layout.cost + WORTH > self.chosen.cost:
-                break
-            other = self.under(*self.token_settings, layout.name)
-            if other.fits:
-                return (
-                    f"faster     {layout.name} fits too, with {layout.settings}: "
-                    f"{gib(other.peak or 0)} of {gib(self.mesh.memory)} GiB"
-                )
-        return ""
 
     @property
     def layer(self) -> int:
@@ -174,42 +131,3 @@ class StepFit:
     def token_settings(self) -> tuple[int, Recompute]:
         """`batch.tokens` and `model.recompute`."""
         return self.config.batch.budget, self.config.model.recompute
-
-    def _advice(self, *, limit: float = math.inf) -> str:
-        """Return what to change, the smallest change first, with what a step would then take. If
-        something takes at most `limit` bytes, the rest is left out."""
-        estimate = self.estimate
-        assert estimate is not None
-        assert isinstance(self.rehearsed, Rehearsed)
-        peaks: dict[str, float] = {}
-        tokens = self._fewer_tokens(estimate)
-        fewer = estimate.peak_with(tokens)
-        if tokens and fewer < estimate.peak:
-            peaks[f"set batch.tokens to {tokens}"] = fewer
-        others = {"set model.recompute to full": self.under(self.token_settings[0], "full")}
-        optim = self.config.optim
-        is_adamw = (optim.name, optim.states) == ("adamw", "fp32")
-        if is_adamw and self.config.model.dtype == "bf16":
-            optim = attrs.evolve(optim, states="bf16")
-            rounded = attrs.evolve(self.config, optim=optim)
-            others["use optim.states bf16"] = self.with_config(rounded, self.layout)
-        for setting, fit in others.items():
-            if fit.peak is not None and fit.peak < LESS * estimate.peak:
-                peaks[setting] = fit.peak
-        least = estimate.peak
-        for layout in self.layouts:
-            peak = self.under(*self.token_settings, layout.name).peak or least
-            if layout.cost > self.chosen.cost and peak < LESS * least:
-                peaks[f"use {layout.settings}"] = least = peak
-        most = limit if min(peaks.values(), default=math.inf) <= limit else math.inf
-        advice = [f"{text} (about {gib(peak)} GiB)" for text, peak in peaks.items() if peak <= most]
-        advice += [f"use {more}" for more in self.rehearsed.lighter]
-        return ", or ".join(advice or ["train with lora, or use a device with more memory"])
-
-    def _fewer_tokens(self, estimate: Estimate) -> int:
-        """Return a budget that fits and holds the largest example, or 0."""
-        most = min(
-            estimate.tokens_that_fit(int(MARGIN * self.mesh.memory)), 3 * estimate.tokens // 4
-        )
-        tokens = most // TOKENS_STEP * TOKENS_STEP or most
-        return tokens if tokens >= self.largest else 0

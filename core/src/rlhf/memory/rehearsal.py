@@ -17,7 +17,6 @@ from attrs import frozen
 from numpy.typing import NDArray
 from torch import nn
 
-from rlhf.config.sections import ModelConfig
 from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch
 from rlhf.data.layout import Rows
@@ -26,8 +25,7 @@ from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
-from rlhf.memory.estimate import Estimate
-from rlhf.memory.step_bytes import CountedStep, count_step
+from rlhf.memory.estimate import CountedStep, Estimate, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
@@ -42,7 +40,6 @@ from rlhf.model.role import (
     plan_model,
 )
 from rlhf.model.shape import shape_of
-from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE
 from rlhf.reference.run_models import RunModels
 from rlhf.trainer import Sample, Trainer
@@ -72,11 +69,6 @@ class Rehearsed:
     def policy(self) -> Role:
         """The trained model."""
         return self.run.roles[POLICY]
-
-    @property
-    def lighter(self) -> tuple[str, ...]:
-        """The backend's settings with which models that are not trained would take less."""
-        return tuple(line for role in self.run.roles.values() for line in role.plan.lighter)
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a step takes of each accelerator in a layout of the trained model."""
@@ -255,8 +247,8 @@ class Rehearsal(RunModels):
         self._attached[REFERENCE] = None
         return ""
 
-    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
-        self._attached[TOP_TOKENS] = 2 * top + 1
+    def attach(self, name: str, *_: Any, width: int | None = None, **options: Any) -> str:
+        self._attached[name] = width
         return ""
 
     def sample(self, *arguments: Any, **options: Any) -> list[Sample]:

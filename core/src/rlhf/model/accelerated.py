@@ -34,7 +34,8 @@ class RowKernel(Protocol):
 
 @documented
 class Kernels(Protocol):
-    """What a distribution of kernels implements. The class is created once per process."""
+    """What a distribution of kernels implements. The class is created once per process. It may have
+    more methods, which readouts of other distributions get from `rlhf.readouts.kernel`."""
 
     def check(self, architecture: Any, model: ModelConfig, device: torch.device) -> None:
         """Raise RLHFError if a model of transformers' `architecture` on `device` cannot run what
@@ -85,22 +86,6 @@ class Kernels(Protocol):
         """Overwrite logits [n, V] with their gradient, given the `gradient` [n] for the targets'
         log-probabilities, and return them."""
 
-    def compare_rows(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        measure: Any,
-        **options: Any,
-    ) -> Tensor:
-        """Return what `rlhf.readouts.divergence` reads of raw logits [n, V] of a student and a
-        teacher by a `SkewedKL`: [6, n] in float32. With the option `with_gradient` the student's
-        logits are overwritten with the derivative of the loss."""
-
-    def for_any_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of tensors with n rows, compiled once for any n."""
-
     def diagnose(self) -> Sequence[Finding]:
         """Return what `rlhf doctor` shows."""
 
@@ -127,6 +112,12 @@ def load_kernels(plugin: Installed) -> Kernels:
 def kernels_on(device: torch.device) -> Kernels | None:
     """Return the kernels that run on a device; None if it computes in plain torch."""
     return installed_kernels() if fused_on(device.type) else None
+
+
+def kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
+    """Return the method `name` of the kernels that run on a device; None if there is none, so that
+    its caller computes in plain torch."""
+    return getattr(kernels_on(device), name, None)
 
 
 def advice(device: torch.device) -> list[str]:

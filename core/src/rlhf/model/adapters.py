@@ -270,12 +270,23 @@ def linear_modules(causal: Any) -> dict[str, nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes what a linear layer does."""
-    kind = type(module)
-    if isinstance(module, nn.Linear):
-        quantized = kind.__module__.startswith("bitsandbytes.")
-        return quantized or kind.forward is nn.Linear.forward
-    return kind.__name__ == "Conv1D"
+    """Return whether a module computes what a linear layer does: a subclass with a forward of its
+    own has to return one tensor of the right shape."""
+    if not isinstance(module, nn.Linear):
+        return type(module).__name__ == "Conv1D"
+    kind, meta = type(module), torch.device("meta")
+    if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes."):
+        return True
+    weights = {
+        name: torch.empty(tuple(whole_shape(value)), device=meta)
+        for name, value in module.named_parameters()
+    }
+    row = torch.empty(1, module.in_features, device=meta)
+    try:
+        found = torch.func.functional_call(module, weights, (row,))
+    except Exception:  # A family's own code may raise anything.
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, module.out_features)
 
 
 def check_saved(causal: Any, names: Sequence[str]) -> None:

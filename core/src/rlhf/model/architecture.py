@@ -224,7 +224,6 @@ def _unfilled(architecture: Any, model: ModelConfig, task: Task, dtype: torch.dt
     except Exception as error:  # A damaged config may raise anything.
         raise unreadable_config(resolved(model.path), error) from error
     check_writes_text(causal, model)
-    causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
     return causal
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -84,7 +84,7 @@ class PackedModel(nn.Module):
         """What the forwards of a training step add up, scalars; the loop takes them."""
         self.tokens: int | None = None
         """Number of tokens that readouts see and answers are sampled from, the first of the head;
-        None for all. A run with a teacher whose head has another size sets it."""
+        None for all. `Run.limit_tokens` sets it."""
         self.form = PLAIN
         """What the model does with the products of its head; the start-up probe sets it."""
         self.default_attention = default_attention(self.causal)
@@ -136,12 +136,28 @@ class PackedModel(nn.Module):
         """Return `hidden(batch)` and keep the sum of its router loss over the examples."""
         with recorded(routers_of(self.causal)) as logits:
             hidden = self.hidden(batch)
-        axis = self.sequence
-        logits = [all_rows(part, axis.size * len(part), axis) for part in logits]
+        logits = self.in_order(logits, batch)
         top = self.causal.config.get_text_config().num_experts_per_tok
         loss = balance_loss(logits, batch.example, examples=batch.num_examples, top=top)
         self.router_losses.append(loss)
         return hidden
+
+    def in_order(self, logits: Sequence[Tensor], batch: PackedBatch) -> list[Tensor]:
+        """Return what routers gave on the current path, one after the other in each pass, for each
+        router in the order of the batch: [T, experts], perhaps followed by other tokens."""
+        if self.path in ("tree", "packed"):
+            axis = self.sequence
+            rows = [all_rows(part, axis.size * len(part), axis) for part in logits]
+            return rows if self.path == "tree" else [row[unshared(batch)[1]] for row in rows]
+        groups, back = padded_rows(batch, most=self.most_padded(batch))
+        routers = len(routers_of(self.causal))
+        passes = [logits[start : start + routers] for start in range(0, len(logits), routers)]
+        by_router = zip(*passes[: len(groups)], strict=True)
+        return [torch.cat(parts)[back] for parts in by_router]
+
+    def most_padded(self, batch: PackedBatch) -> int:
+        """Return the most tokens of a pass over padded rows; 0 for one row each."""
+        return len(batch.tokens) if self.path == "padded" else 0
 
     def save_weights(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         """Write a model folder that plain transformers or peft opens.
@@ -173,7 +189,7 @@ class PackedModel(nn.Module):
         if self.path == "packed":
             row, back = unshared(batch)
             return self.packed_row(row)[back]
-        return self.padded(batch, most=len(batch.tokens) if self.path == "padded" else 0)
+        return self.padded(batch, most=self.most_padded(batch))
 
     def packed_row(self, batch: PackedBatch) -> Tensor:
         """Return the hidden states [T, H] of one row under our attention. Collective if ranks

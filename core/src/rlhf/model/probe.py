@@ -38,6 +38,9 @@ MOST_TOKENS = 8192
 LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
 
+OWN_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+"""What a model's own code may raise."""
+
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names of attention dropout in transformers configs; kernels have none."""
 
@@ -88,7 +91,15 @@ def choose_path(
     batch = probe_batch(engine, min(longest, MOST_TOKENS))
     module.path = "separate"
     with torch.no_grad(), without_cudnn():
-        truth = engine(batch, partial(hidden_and_head_error, module))
+        try:
+            truth = engine(batch, partial(hidden_and_head_error, module))
+        except torch.OutOfMemoryError:
+            raise
+        except OWN_FAILURES as error:
+            raise RLHFError(
+                f"{type(module.causal).__name__} fails on plain text in {engine.precision} with "
+                f"{type(error).__name__}: {first_line(error)}; choose another model.path"
+            ) from error
         worst = max(mesh.gather(float(truth["head_error"])))
         if not math.isfinite(worst):
             check_finite(module, mesh)
@@ -146,9 +157,8 @@ def problem_of(engine: Engine, batch: PackedBatch, truth: Tensor) -> str:
         hidden = engine(batch, lambda hidden, *_: {"hidden": hidden})["hidden"]
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        # A model's own code may fail in any way on a mask it does not expect. Then this path is not
-        # for it.
+    except OWN_FAILURES as error:
+        # On a mask that it does not expect. Then this path is not for the model.
         return f"failed with {type(error).__name__}: {first_line(error)}"
     distance = largest_error(hidden, truth, batch.spans, exact=engine.precision == "fp32")
     return "" if distance <= TOLERANCE[engine.precision] else f"was off by {distance:.1e}"

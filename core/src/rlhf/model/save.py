@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from rlhf.data.clock import without_day
+from rlhf.data.repeatable import without_day
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.dropout import published_config

@@ -108,7 +108,7 @@ def check_classifier(architecture: Any, task: Task, names: Sequence[str], path: 
         raise RLHFError(
             f"transformers has no {form.auto.__name__} for {architecture.model_type} "
             f"(model.path {path}); choose a family that has one, such as llama, qwen3 or mistral"
-            + (", or train on the language-model head's own tokens" * (task == "token"))
+            + (", or train on the language-model head's own tokens" if task == "token" else "")
         )
     written = written_class(architecture)
     others = [other.suffix for name, other in FORMS.items() if name not in ("causal", task)]

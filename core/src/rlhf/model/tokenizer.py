@@ -8,14 +8,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_session
+from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
-from rlhf.data.clock import with_day
+from rlhf.data.repeatable import with_day
 from rlhf.errors import RLHFError, first_line
-from rlhf.launch.hub import limit_waits
 from rlhf.model.architecture import needs_code, resolved, saved_config, untrusted
 from rlhf.model.stored import TEMPLATES, TOKENIZER, damaged_file, model_folder
 
@@ -78,9 +79,6 @@ def read_tokenizer(model: ModelConfig) -> Any:
         raise damaged_file(folder, TOKENIZER) or RLHFError(
             f"no tokenizer in {path} ({first_line(error)}); check the name, or set model.tokenizer"
         ) from error
-    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        # transformers 5.0 makes an empty one for a folder without a tokenizer.
-        raise RLHFError(f"no tokenizer in {path} (its vocabulary is empty); set model.tokenizer")
     return tokenizer
 
 
@@ -181,3 +179,19 @@ def after_answer(tokenizer: Any) -> str:
         if found:
             return str(after)
     return ""
+
+
+def limit_waits() -> None:
+    """Give requests of huggingface_hub that would wait for ever, such as those for the description
+    of a model, the limit of its downloads."""
+    session: Any = get_session()
+    hooks = session.event_hooks
+    if _limit not in hooks["request"]:
+        session.event_hooks = {**hooks, "request": [*hooks["request"], _limit]}
+
+
+def _limit(request: Any) -> None:
+    waits = request.extensions["timeout"]
+    request.extensions["timeout"] = {
+        name: wait or HF_HUB_DOWNLOAD_TIMEOUT for name, wait in waits.items()
+    }

@@ -58,7 +58,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 def recompute(causal: Any) -> None:
     """Keep only each layer's input and compute the layer again in backward."""
-    # Older versions of transformers have only the second name.
+    # transformers 5.17 has only the second name.
     enable = getattr(causal, "activation_checkpointing_enable", None)
     (enable or causal.gradient_checkpointing_enable)({"use_reentrant": False})
     if not causal.get_input_embeddings().weight.requires_grad:

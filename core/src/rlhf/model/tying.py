@@ -78,4 +78,3 @@ def check_tied(causal: Any, path: str) -> None:
                 f"{path} has {listed([source, target])} with different values although its "
                 "config.json ties them; set tie_word_embeddings to false in its config.json"
             )
-    causal.tie_weights()  # transformers 5.0 also leaves equal ones separate.

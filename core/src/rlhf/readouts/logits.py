@@ -20,7 +20,8 @@ FUSED_BYTES = 5 << 27
 """Bytes of logits that exist at the same time with fused kernels: 2,048 rows in 16 bits at a
 vocabulary of 152k."""
 ROW_BLOCK = 256
-"""Rows of logits come in multiples of this with fused kernels."""
+"""Rows of logits come in multiples of this with fused kernels (benchmarks/NOTES.md, ZeRO 1 and 2 on
+several GPUs)."""
 
 
 def rows_at_once(weight: Tensor) -> int:

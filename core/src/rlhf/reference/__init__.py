@@ -1,1 +1,1 @@
-"""References and teachers, live or cached on disk."""
+"""References, live or cached on disk, and values of other models on disk."""

@@ -82,7 +82,7 @@ def _folder(model: ModelConfig) -> Path:
 
 def _whole_folder(model: ModelConfig) -> Path:
     """Return the local folder of a model with its weights, which are downloaded if it has not been
-    loaded: a teacher whose outputs are cached never is. Raises RLHFError without weights."""
+    loaded: one whose outputs are cached never is. Raises RLHFError without weights."""
     folder = _folder(model)
     for pattern in WEIGHTS:
         if not _files(folder, WEIGHTS) and not Path(resolved(model.path)).is_dir():

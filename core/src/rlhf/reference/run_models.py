@@ -14,8 +14,9 @@ from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.config.source_names import check_model_folder
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.order import RunOrder, rounding_on, survey_draw
-from rlhf.engine import Engine, Mesh
+from rlhf.engine import Engine, Mesh, ModelShape
 from rlhf.errors import RLHFError
+from rlhf.model.architecture import read_architecture
 from rlhf.model.extra import first_values, notes_on_extra
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, ModelSpec, Role, config_with
@@ -25,14 +26,13 @@ from rlhf.model.task import Task
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
 from rlhf.reference.surveyed import SurveyedExamples
-from rlhf.reference.teacher import TEACHER, shared_tokens
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Reference, Trainer
 
 
 @define(kw_only=True, eq=False)
 class RunModels(ABC):
-    """The models of a run by role, with its references and teachers.
+    """The models of a run by role, with its references.
 
     A subclass says how a model becomes an engine and how the examples get values per token.
     """
@@ -50,11 +50,11 @@ class RunModels(ABC):
     device: torch.device = Factory(lambda self: self.mesh.device, takes_self=True)
     tokens: int | None = None
     """Number of tokens that every language model of the run predicts, the first of its head; None
-    unless a teacher's head has another size than the policy's."""
+    for all."""
     roles: dict[str, Role] = field(factory=dict)
     """The loaded models by role."""
     notes: list[str] = field(factory=list)
-    """Lines for the run's introduction: what was chosen, and why."""
+    """See `rlhf.trainer.Run`."""
     followers: list[Follower] = field(factory=list)
     """Frozen engines that move; they are saved and restored with the run."""
 
@@ -147,31 +147,26 @@ class RunModels(ABC):
             )
         return EngineReference(engine=engine, mode="engine")
 
-    def teacher(
-        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
-    ) -> Engine | None:
+    def shape(self, role: str) -> ModelShape:
         """See `rlhf.trainer.Run`."""
-        self.tokens = shared_tokens(self.config, model, self.tokenizer, self.examples, top=top)
-        if self.tokens is not None:
-            self._limit_tokens()
-            self.notes.append(
-                f"tokens     the first {self.tokens:,}, which policy and teacher both predict; "
-                "their heads have different sizes"
-            )
-        if top is None:
-            engine = self.load(TEACHER, model=model, trained=False)
-            size = self.roles[TEACHER].shape.parameters
-            self.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
-            return engine
-        with naming_model(self.config, TEACHER, model):
-            done = self._cache_teacher(model, top=top, temperature=temperature)
-        self.notes.append(f"teacher    its {top} most likely tokens: {done}")
-        return None
+        return self.roles[role].shape
+
+    def load_architecture(self, role: str = POLICY, *, model: ModelConfig | None = None) -> Any:
+        """See `rlhf.trainer.Run`."""
+        with naming_model(self.config, role, model):
+            if model is not None:
+                check_model_folder(model.path, name_in_errors(self.config, model, "path"))
+            return read_architecture(config_with(self.config, model, None))
 
     def load_tokenizer(self, model: ModelConfig) -> Any:
         """See `rlhf.trainer.Run`."""
         with naming_model(self.config, "tokenizer", model):
             return read_tokenizer(model)
+
+    def limit_tokens(self, tokens: int) -> None:
+        """See `rlhf.trainer.Run`."""
+        self.tokens = min(tokens, self.tokens or tokens)
+        self._limit_tokens()
 
     def _limit_tokens(self) -> None:
         """Have every language model that is loaded predict only the run's tokens."""
@@ -201,7 +196,3 @@ class RunModels(ABC):
     @abstractmethod
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's log-probabilities to the examples; return what was done, in words."""
-
-    @abstractmethod
-    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
-        """Attach a teacher's most likely tokens to the examples; return what was done, in words."""

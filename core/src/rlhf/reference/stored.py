@@ -62,7 +62,8 @@ class LogprobTable:
         return missing
 
     def write(self, part: int, values: NDArray[np.float32]) -> None:
-        """Write a part, completely or not at all."""
+        """Write a part, completely or not at all. Several hosts that share the folder may write
+        the same one at a time, each under a name of its own."""
         hidden = self.folder / f".{part:06d}.{os.getpid()}.npy"
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def hooks_class(plugin: Installed) -> Any:
     check_hooks(plugin.kind, cls)
     has_config = record.config is not NoSettings
     try:
-        inspect.signature(cls).bind(*[record.config] * has_config)
+        inspect.signature(cls).bind(*([record.config] if has_config else []))
     except ValueError:
         return cls  # Its signature is not known.
     except TypeError:
@@ -168,7 +168,7 @@ def _check_marks(kind: str, plugin: object, reader: pluggy.PluginManager) -> Non
 
 
 def _without_hook(kind: str, plugin: object, hook: str) -> str:
-    hint = "; its method of that name has no @hookimpl" * hasattr(plugin, hook)
+    hint = "; its method of that name has no @hookimpl" if hasattr(plugin, hook) else ""
     return f"{kind} {_label(plugin)} does not implement the hook '{hook}'{hint}"
 
 

@@ -17,6 +17,7 @@ from rlhf.plugin import (
     FormatPlugin,
     KernelsPlugin,
     ObserverPlugin,
+    RolloutPlugin,
     TrainerPlugin,
 )
 from rlhf.registry.installed import Installed, NotInstalled, is_satisfied
@@ -29,6 +30,7 @@ RECORDS: dict[str, Any] = {
     "command": CommandPlugin,
     "format": FormatPlugin,
     "kernels": KernelsPlugin,
+    "rollouts": RolloutPlugin,
 }
 
 

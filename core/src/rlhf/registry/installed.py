@@ -22,18 +22,19 @@ GROUPS = {
     "rlhf.commands": "command",
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
+    "rlhf.rollouts": "rollouts",
 }
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""
 CORE_COMMANDS = {
-    "run": "rlhf.commands.run:plugin",
-    "config": "rlhf.commands.config:plugin",
-    "inspect": "rlhf.commands.inspect:plugin",
-    "plan": "rlhf.commands.plan:plugin",
-    "export": "rlhf.commands.export:plugin",
+    "run": "rlhf.commands.records:run",
+    "config": "rlhf.commands.records:config",
+    "inspect": "rlhf.commands.records:inspect",
+    "plan": "rlhf.commands.records:plan",
+    "export": "rlhf.commands.records:export",
     "merge": "rlhf.commands.merge:plugin",
     "plugins": "rlhf.commands.plugins:plugin",
-    "doctor": "rlhf.commands.doctor:plugin",
+    "doctor": "rlhf.commands.records:doctor",
 }
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
@@ -209,8 +210,10 @@ def _not_installed(kind: str, name: str) -> str:
     known = known_plugins(kind)
     hints = []
     if near := nearest(name, {**here, **known}):
-        hints += [f"did you mean '{near}'?"] * (near != name)
-        hints += [f"run `pip install {known.get(near)}`"] * (near not in here)
+        if near != name:
+            hints.append(f"did you mean '{near}'?")
+        if near not in here:
+            hints.append(f"run `pip install {known.get(near)}`")
     hint = f" ({' '.join(hints)})" if hints else ""
     available = ", ".join(here.values()) or "none"
     return f"{kind} '{name}' is not installed{hint}; available: {available}"

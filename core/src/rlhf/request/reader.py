@@ -3,7 +3,8 @@
 import functools
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,21 @@ import attrs
 from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
-from rlhf.config.sections import Config, Extensions, Observers, OptimConfig
+from rlhf.config.sections import (
+    Config,
+    Extensions,
+    NamedSections,
+    Observers,
+    OptimConfig,
+    OptimizerKind,
+    RolloutsConfig,
+)
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.plugin import BackendPlugin, TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
-from rlhf.request.named_sections import Sections, as_sections, sections_class
 from rlhf.request.rules import contradictions, missing_inputs
 from rlhf.request.settings_tree import (
     load_demo,
@@ -31,6 +39,8 @@ from rlhf.request.settings_tree import (
 )
 from rlhf.request.words import parse_words
 
+Sections = tuple[tuple[str, type], ...]
+"""Names of plugins, each with the class of its settings."""
 HANDED_OVER = ("demo", "notes", "resume", "overwrite")
 """What ranks get of a request besides its configuration."""
 
@@ -96,7 +106,10 @@ def read_config(
     for kind in ("extension", "observer"):
         names, layers = as_sections(f"{kind}s", layers)
         named[f"{kind}s"] = tuple((each, load_record(find(kind, each)).config) for each in names)
-    cls = config_class(trainer.name, plugin.config, section, record.config, *named.values(), name)
+    cls = config_class(
+        trainer.name, plugin.config, section, record.config, *named.values(), name,
+        record.optimizers,
+    )  # fmt: skip
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
     sections = ("model", "data", "optim", *named, trainer.name, section)
     tree = merge(cls, {each: {} for each in sections}, *layers)
@@ -110,9 +123,12 @@ def read_config(
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or section}
+    config = _checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs)
+    if config.rollouts != RolloutsConfig():  # The default is needed only where answers are written.
+        find("rollouts", config.rollouts.engine)
     return Request(
         name=trainer.name,
-        config=_checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs),
+        config=config,
         plugin=plugin,
         demo=demo,
         notes=notes,
@@ -157,18 +173,21 @@ def config_class(
     extensions: Sections = (),
     observers: Sections = (),
     key: str = "",
+    optimizers: tuple[OptimizerKind, ...] = (),
 ) -> type[Config]:
     """Return Config with the sections of a trainer, a backend, extensions and observers. Its
-    instances can be pickled. `key` is what the trainer was found by."""
+    instances can be pickled. `key` is what the trainer was found by, `optimizers` are those of the
+    backend."""
     if trainer == backend:
         raise RLHFError(f"trainer and backend are both called '{trainer}'; choose another backend")
     made_of = (
-        trainer, trainer_config, backend, backend_config, extensions, observers, key,
+        trainer, trainer_config, backend, backend_config, extensions, observers, key, optimizers,
     )  # fmt: skip
     body = {
         "trainer_key": key or trainer,
         "trainer_name": trainer,
         "backend_name": backend,
+        "optimizers": optimizers,
         "__reduce__": lambda self: (_rebuild, (made_of, attrs.asdict(self, recurse=False))),
     }
     sections = {trainer: trainer_config, backend: backend_config}
@@ -220,6 +239,51 @@ def _checked(
             except RLHFError as error:
                 problems.append(str(error))
     if problems:
-        head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
+        head = f"{len(problems)} problems in the configuration\n  " if len(problems) > 1 else ""
         raise RLHFError(head + "\n  ".join(problems))
     return config
+
+
+def as_sections(
+    key: str, layers: Iterable[Mapping[str, Any]]
+) -> tuple[list[str], list[Mapping[str, Any]]]:
+    """Return the names in the setting `key`, and the layers of a configuration with a section for
+    each of them instead of a list of names.
+
+    A list replaces the names of the layers before it and keeps the settings that they have for its
+    names; a mapping adds to them.
+    """
+    names: list[str] = []
+    named = []
+    for layer in layers:
+        value = layer.get(key, {})
+        if not isinstance(value, Mapping):
+            names = []
+            value = [] if value is None else value if isinstance(value, list | tuple) else [value]
+            value = dict.fromkeys(map(str, value))
+        names += [name for name in map(str, value) if name not in names]
+        named.append({**layer, key: value} if key in layer else layer)
+    return names, named
+
+
+@functools.cache
+def sections_class(base: type[NamedSections], sections: Sections) -> type[NamedSections]:
+    """Return `base` with these sections. Its instances can be pickled."""
+    fields = {
+        re.sub(r"\W", "_", name): field(type=cls, factory=cls, metadata={"setting": name})
+        for name, cls in sections
+    }
+    body = {
+        "__doc__": base.__doc__,
+        "__reduce__": lambda self: (
+            _rebuild_sections,
+            (base, sections, attrs.asdict(self, recurse=False)),
+        ),
+    }
+    return attrs.make_class(
+        f"Run{base.__name__}", fields, bases=(base,), class_body=body, frozen=True, kw_only=True
+    )
+
+
+def _rebuild_sections(base: Any, sections: Sections, values: Mapping[str, Any]) -> NamedSections:
+    return sections_class(base, sections)(**values)

@@ -4,6 +4,7 @@ import attrs
 
 from rlhf.config.sections import Config, OptimConfig
 from rlhf.config.source_names import without_revisions
+from rlhf.errors import nearest
 from rlhf.plugin import broken_rules
 
 
@@ -12,7 +13,6 @@ def contradictions(config: Config) -> list[str]:
     model, optim, train = config.model, config.optim, config.train
     adapter, held_out = model.adapter, config.data.eval
     has_adapter = config.lora is not None or adapter is not None
-    default_eps = attrs.fields(OptimConfig).eps.default
     steps, constant = train.steps, optim.schedule == "constant"
     unversioned = without_revisions(model.path)
     random, quantized = model.init == "random", model.quantize is not None
@@ -22,7 +22,7 @@ def contradictions(config: Config) -> list[str]:
     compiler = "model.fp8" if fp8 else "model.kernels compile"
     past = f"is more than train.steps {steps}; lower it"
     exclusive, remedy = "cannot be combined with", "remove one of the two"
-    return broken_rules(
+    return optimizer_problems(config) + broken_rules(
         ("model.quantize needs lora or model.adapter", quantized and not has_adapter),
         ("model.adapter continues an existing adapter; remove lora", adapter and config.lora),
         (f"model.adapter {exclusive} model.init random; {remedy}", adapter and random),
@@ -57,10 +57,6 @@ def contradictions(config: Config) -> list[str]:
             model.router_loss and compiled,
         ),
         ("optim.min_lr has no effect with optim.schedule constant", optim.min_lr and constant),
-        (
-            f"optim.eps has no effect with optim.name {optim.name}; remove it",
-            optim.name in ("lion", "sgd") and optim.eps != default_eps,
-        ),
         ("train.eval_every needs data.eval", train.eval_every and not held_out),
         ("train.eval_at_start needs data.eval", train.eval_at_start and not held_out),
         ("train.samples needs data.eval", train.samples and not held_out),
@@ -68,6 +64,23 @@ def contradictions(config: Config) -> list[str]:
         ("train.patience needs checkpoint.best", train.patience and not best),
         ("train.patience needs train.eval_every", train.patience and not train.eval_every),
     )
+
+
+def optimizer_problems(config: Config) -> list[str]:
+    """Return a message if the backend does not have the optimizer, and for each setting that the
+    optimizer does not have."""
+    optim, names = config.optim, [kind.name for kind in config.optimizers]
+    if optim.name not in names:
+        near = nearest(optim.name, names)
+        hint = f"; did you mean {near}?" if near else ""
+        expected = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+        return [f'optim.name: expected {expected}, got "{optim.name}"{hint}']
+    fields = attrs.fields_dict(OptimConfig)
+    return [
+        f"optim.{setting} has no effect with optim.name {optim.name}; remove it"
+        for setting in config.optimizer_kind.without
+        if getattr(optim, setting) != fields[setting].default
+    ]
 
 
 def missing_inputs(config: Config) -> list[str]:

@@ -9,8 +9,7 @@ import yaml
 from attrs import frozen
 
 from rlhf.errors import RLHFError, nearest
-from rlhf.request.settings_tree import flow
-from rlhf.request.yaml_loader import parse_yaml
+from rlhf.request.settings_tree import flow, parse_yaml
 
 _FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "nproc": ("a number of processes", r"0*[1-9][0-9]{0,3}", int),
@@ -44,7 +43,8 @@ def parse_words(words: Sequence[str]) -> Words:
         if name in _FLAGS:
             expects, pattern, read = _FLAGS[name]
             if not re.fullmatch(pattern, value or ""):
-                raise RLHFError(f"--{name} expects {expects}" + f", got {value!r}" * bool(value))
+                given = f", got {value!r}" if value else ""
+                raise RLHFError(f"--{name} expects {expects}{given}")
             parsed[name] = read(value or "")
         elif name:
             overrides.append((name, _parse(name, value)))

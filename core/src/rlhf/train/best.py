@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from attrs import define
 
-from rlhf.config.objective import objective
+from rlhf.config.sections import objective
 from rlhf.errors import SameOnAllRanks
 
 

@@ -19,8 +19,7 @@ from rlhf.train.fragments import (
     write_fragments,
     write_plain,
 )
-from rlhf.train.session import Session
-from rlhf.train.writing import Writing
+from rlhf.train.session import Session, Writing
 
 RUN = "run.json"
 RANDOM = "random-{:05d}.safetensors"

@@ -1,8 +1,9 @@
-"""The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
+"""The run as a trainer's `setup` sees it: models as engines, references and answers."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,8 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
+from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
-from rlhf.launch.startup import Startup
 from rlhf.memory.fit import StepFit
 from rlhf.model.accelerated import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
@@ -29,21 +30,20 @@ from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model, trained_share
 from rlhf.model.save import check_exportable
 from rlhf.model.setting_names import naming_model
-from rlhf.model.shape import check_positions, shape_of
+from rlhf.model.shape import check_positions, position_table, shape_of
 from rlhf.model.task import FORMS, written_class
+from rlhf.model.tokenizer import end_tokens
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
-from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import attach_values, read_examples
 from rlhf.reference.digest import cache_folder, quick_digests
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
-from rlhf.reference.teacher import TEACHER, top_tokens
+from rlhf.rollouts import RolloutEngine, find_engine, load_engine
 from rlhf.sharding import free
 from rlhf.train.agreement import check_architecture, check_weights
 from rlhf.train.checkpointing import check_frozen
 from rlhf.train.fragments import check_model
-from rlhf.train.generate import sample
 from rlhf.train.offloading import Phases
 from rlhf.trainer import Sample
 
@@ -55,7 +55,7 @@ class RunContext(RunModels):
     resumed: Path | None = None
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
-    startup: Startup = field(factory=Startup)
+    startup: Clock = field(factory=lambda: Clock("set-up"))
     _frozen: dict[str, Mapping[str, str]] = field(factory=dict, init=False)
     """For each role with frozen weights, digests of their files by path."""
     phases: Phases = field(init=False)
@@ -182,12 +182,29 @@ class RunContext(RunModels):
             # A backend may hold the module for good, so its weights are released one by one.
             free(parameter)
 
+    @cached_property
+    def _writer(self) -> RolloutEngine:
+        """What writes answers."""
+        return load_engine(find_engine(self.config))(
+            config=self.config, tokenizer=self.tokenizer, mesh=self.mesh, hooks=self.hooks
+        )
+
     def sample(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], **options: Any
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
     ) -> list[Sample]:
         """See `rlhf.trainer.Run`."""
+        most = min(self.config.data.max_tokens, position_table(engine.module.causal) or sys.maxsize)
         with self.phases("generation", running=engine):
-            return sample(self, engine, prompts, **options)
+            return self._writer.sample(
+                engine, prompts, seeds=seeds, max_new_tokens=max_new_tokens, max_tokens=most,
+                ends=end_tokens(self.tokenizer), temperature=temperature,
+            )  # fmt: skip
 
     def read(
         self,
@@ -231,18 +248,27 @@ class RunContext(RunModels):
                 surveyed=self.surveyed,
             )  # fmt: skip
 
-    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
-        teacher = attrs.evolve(self.config, model=model, lora=None)
-        folder = cache_folder("teacher", teacher, self.mesh, tokens=self.tokens)
-        folder = folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
-        with self.startup.part("cache of teacher"):
-            done = attach_values(
-                self, TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
-                read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,
-            )  # fmt: skip
-        self._note_frozen(TEACHER, model)
-        if TEACHER in self.roles:
-            self.release(TEACHER)
+    def attach(
+        self,
+        name: str,
+        model: ModelConfig,
+        compute: Callable[[Engine, PackedBatch], Tensor],
+        *,
+        key: str,
+        width: int | None = None,
+    ) -> str:
+        """See `rlhf.trainer.Run`."""
+        with naming_model(self.config, name, model):
+            config = attrs.evolve(self.config, model=model, lora=None)
+            folder = cache_folder(name, config, self.mesh, tokens=self.tokens)
+            with self.startup.part(f"cache of {name}"):
+                done = attach_values(
+                    self, name, folder.with_name(f"{folder.name}-{key}"),
+                    partial(self.load, name, model=model, trained=False), read=compute, width=width,
+                )  # fmt: skip
+            self._note_frozen(name, model)
+            if name in self.roles:
+                self.release(name)
         return done
 
 
@@ -265,14 +291,11 @@ def probed_alike(role: Role, others: Iterable[Role]) -> AttentionPath | None:
 def router_note(module: PackedModel, model: ModelConfig) -> str:
     """Return what the first lines of a run say of the router loss, which is switched off where it
     cannot be computed. Raises RLHFError there for a coefficient that the user has set."""
-    problem = ""
-    if module.path != "tree":
-        problem = f"the model runs on the path '{module.path}'"
-    elif compiles(model):
-        problem = "the layers are compiled"
-    if not problem:
+    if not compiles(model):
         return f"router     load-balancing loss times {module.router_loss:g}, over each example"
     if model.router_loss:
-        raise RLHFError(f"model.router_loss cannot be computed: {problem}; set it to 0")
+        raise RLHFError(
+            "model.router_loss cannot be computed: the layers are compiled; set it to 0"
+        )
     module.router_loss = 0.0
-    return f"router     no load-balancing loss: {problem}"
+    return "router     no load-balancing loss: the layers are compiled"

@@ -16,7 +16,7 @@ from rlhf.model.architecture import known_tokens
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
-from rlhf.train.samples import rows_to_show
+from rlhf.train.samples import check_engine, rows_to_show
 from rlhf.trainer import Trainer
 
 
@@ -87,6 +87,7 @@ def prepare_data(request: Request, day: date | None = None) -> Dataset:
     config, day = request.config, day or day_of(request)
     tokenizer = load_tokenizer(config, day)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
+    check_engine(trainer, config)
     parts = {
         which: prepare(config, trainer, tokenizer, which=which)
         for which in ("train", "eval")

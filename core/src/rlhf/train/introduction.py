@@ -27,9 +27,9 @@ def introduce_run(
     summary. Returns the run's identity."""
     identity = folder.identity()
     keep_traceback(fit, folder)
-    demo = "demo: the embedded model and rows, since no model and data are set; " * request.demo
+    demo = "demo: the embedded model and rows, since no model and data are set; "
     lines = [
-        f"rlhf {request.name}  {demo}run folder {folder.path}",
+        f"rlhf {request.name}  {demo if request.demo else ''}run folder {folder.path}",
         f"devices    {fit.mesh.world} x {fit.mesh.device.type}",
         f"data       train: {data.train.report}",
     ]
@@ -62,7 +62,7 @@ def memory_lines(fit: StepFit, choice: str) -> list[str]:
     """Return what the run prints about the memory of an accelerator before it reads weights."""
     if fit.mesh.device.type == "cpu":
         return []
-    return [line for line in (choice, fit.line(), fit.faster(), fit.lighter()) if line]
+    return [line for line in (choice, fit.line()) if line]
 
 
 def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
     size = ", ".join(filter(None, [*parts, policy.plan.precision]))
     if policy.spec.task is None:
         return [f"model      {type(policy.engine.module).__name__}: {size}"]
-    random = ", random weights" * (model.init == "random")
+    random = ", random weights" if model.init == "random" else ""
     return [f"model      {model.path}: {size}{random}", f"attention  {policy.attention}"]
 
 

@@ -2,7 +2,6 @@
 step late, so that the host does not wait for the device."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +62,6 @@ class Journal:
     _pending: tuple[StepResult, dict[str, Any]] | None = field(default=None, init=False)
     """A logged step whose sums are still being copied, and its numbers from the host."""
     _progress: Progress | None = field(default=None, init=False)
-    _evaluating_since: float = field(default=0.0, init=False)
     _not_finite: set[str] = field(factory=set, init=False)
     """Metrics of which a warning was printed."""
 
@@ -100,7 +98,7 @@ class Journal:
     def start_evaluation(self) -> None:
         """Note that an evaluation begins; its time does not count as that of steps."""
         self.flush()
-        self._evaluating_since = time.perf_counter()
+        self.speed.clock.enter("evaluation")
 
     def evaluation(
         self, step: int, report: ReducedSums, samples: Sequence[Mapping[str, Any]] = ()
@@ -118,7 +116,7 @@ class Journal:
             lines = [evaluation_line(step, metrics), *map(sample_line, samples)]
             print("\n".join(lines), flush=True)
             self._warn(step, metrics)
-        self.speed.since += time.perf_counter() - self._evaluating_since
+        self.speed.clock.enter("steps")
 
     def flush(self) -> None:
         """Write the last logged step; waits for the copy of its sums."""
@@ -160,7 +158,7 @@ class Journal:
             **per_role("learning_rate", result.learning_rates),
             "epoch": result.plan.epoch_done,
             "num_tokens": self.tokens_seen,
-            **speed.metrics(until=self.speed.since),
+            **speed.metrics(),
         }
         device = self.engine.device
         if device.type != "cpu":

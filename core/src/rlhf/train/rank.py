@@ -3,7 +3,6 @@
 import re
 import shutil
 import socket
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -20,9 +19,9 @@ from rlhf.errors import RLHFError, SameOnAllRanks, counted, first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
+from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import collect
 from rlhf.launch.importing import importing
-from rlhf.launch.startup import Startup
 from rlhf.registry.gateway import BackendGateway, load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
@@ -42,7 +41,7 @@ def run_rank(
     observers: Mapping[str, object] = MappingProxyType({}),
     chosen: Path | None = None,
     verified: bool = False,
-    startup: Startup | None = None,
+    startup: Clock | None = None,
 ) -> tuple[Path, str]:
     """Run one rank; returns the run folder and why the run ended, "signal" if one stopped it and it
     has saved.
@@ -52,7 +51,7 @@ def run_rank(
     chosen it. With `verified` the checkpoint to resume from has been verified. `startup` is the
     clock of the run's start.
     """
-    config, startup = request.config, startup or Startup()
+    config, startup = request.config, startup or Clock("set-up")
     transformers.utils.logging.disable_progress_bar()
     with startup.part("imports"), importing():
         hooks, watching = load_hooks(config, backend, observers)
@@ -68,7 +67,8 @@ def run_rank(
                 session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
                 reason = carry_out(request, session, resumed)
                 if folder is not None:
-                    folder.write_summary(ended=reason, seconds=place.seconds(time.time()))
+                    place.phases.enter("ended")
+                    folder.write_summary(ended=reason, seconds=place.phases.seconds)
         except BaseException as error:
             if mesh.rank == 0 and session is not None:
                 watching.on_finish(run=session.record, error=error)
@@ -125,7 +125,7 @@ def choose_folder(
 
 @contextmanager
 def opened(
-    path: Path, mesh: Mesh, startup: Startup, *, fresh: bool
+    path: Path, mesh: Mesh, startup: Clock, *, fresh: bool
 ) -> Iterator[tuple[run_folder.RunFolder | None, places.Marker]]:
     """Open the run folder, locked on rank 0 and None on others, and this rank's marker in it; close
     both. Collective."""

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.config.sections import Config
 from rlhf.contract.checks import after, call_of, naming
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.errors import RLHFError
+from rlhf.rollouts import find_engine
 from rlhf.train.session import Session
-from rlhf.trainer import Sample, Trainer
+from rlhf.trainer import Trainer
 
 MAX_NEW_TOKENS = 256
 """Longest answer that is written."""
@@ -23,6 +25,15 @@ Shown = dict[str, Any]
 def scores_answers(trainer: Trainer) -> bool:
     """Return whether the samples of a trainer are scores of the rows' own answers."""
     return type(trainer).score is not Trainer.score
+
+
+def check_engine(trainer: Trainer, config: Config) -> None:
+    """Raise RLHFError if evaluations show answers and nothing is installed that writes them."""
+    if config.train.samples and not scores_answers(trainer):
+        try:
+            find_engine(config)
+        except RLHFError as error:
+            raise RLHFError(f"train.samples: {error}") from None
 
 
 def rows_to_show(trainer: Trainer, held_out: Examples, number: int) -> list[int]:
@@ -59,18 +70,13 @@ def take_samples(session: Session, *, step: int) -> list[Shown]:
             sample["answers"] = [_text(trainer, answer.tokens) for answer in example.answers]
             sample["scores"] = by_row[row]
         return shown
-    written = _most_likely(session, [example.prompt for example in examples])
+    written = session.sample(
+        session.engine, [example.prompt for example in examples], seeds=[0] * len(examples),
+        temperature=0.0, max_new_tokens=MAX_NEW_TOKENS,
+    )  # fmt: skip
     for sample, answer in zip(shown, written, strict=True):
         sample["answers"] = [_text(trainer, answer.tokens)]
     return shown
-
-
-def _most_likely(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
-    """Return the policy's most likely answer to each prompt. Collective."""
-    return session.sample(
-        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )  # fmt: skip
 
 
 def _text(trainer: Trainer, tokens: Sequence[int]) -> str:

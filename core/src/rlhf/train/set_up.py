@@ -10,7 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.launch.places import Marker
-from rlhf.memory.choice import choose
+from rlhf.memory.choice import choose, memory_error
 from rlhf.memory.fit import StepFit
 from rlhf.model.accelerated import compile_ahead, rehearsed_attention
 from rlhf.model.role import Role
@@ -83,6 +83,7 @@ def session_of(
     saved = [role.engine for role in trained.values()]
     saved += [follower.engine for follower in run.followers]
     shapes = [role.shape for role in trained.values()]
+    num_states = trained["policy"].shape.num_states(config.optimizer_kind)
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
         speed=Speed(shapes=shapes, peak=peak_of(mesh.device, mesh.world)), derive=trainer.derive,
@@ -93,9 +94,7 @@ def session_of(
         make_room=run.phases, sample=run.sample, frozen=run.frozen_files(),
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
-        checkpoint_bytes=num_bytes(
-            saved, run.hooks, mesh, num_states=trained["policy"].shape.num_states(config.optim)
-        ),
+        checkpoint_bytes=num_bytes(saved, run.hooks, mesh, num_states=num_states),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
 
@@ -143,4 +142,4 @@ def out_of_memory(
     """Return the error of a run whose accelerator ran out of memory."""
     fit = step_fit(config, data, mesh, hooks)
     choice, _ = choose(fit, any_tokens=config.batch.tokens == "auto")
-    return fit.under(*choice).error(cause)
+    return memory_error(fit.under(*choice), cause)

@@ -1,6 +1,5 @@
 """The speed of steps: useful tokens per second, and model FLOPS utilization (MFU)."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +8,7 @@ from attrs import define, field
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import ModelShape
+from rlhf.launch.clock import Clock
 
 PEAK_FLOPS: Mapping[str, float] = {
     "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12,
@@ -27,8 +27,8 @@ class Speed:
     """Of the trained models."""
     peak: float | None
     """Operations per second that all ranks' devices together can do in bf16, or None if unknown."""
-    since: float = field(factory=lambda: time.perf_counter())
-    """When the steps began, in seconds; time of evaluations is added."""
+    clock: Clock = field(factory=lambda: Clock("steps"))
+    """Its part `steps` has the time of the steps, without that of evaluations."""
     _tokens: float = field(default=0.0, init=False)
     _flops: float = field(default=0.0, init=False)
     _used: int = field(default=0, init=False)
@@ -45,9 +45,10 @@ class Speed:
         """Return the speed of the steps from now on."""
         return Speed(shapes=self.shapes, peak=self.peak)
 
-    def metrics(self, *, until: float) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return `tokens_per_s`, and `mfu` if the device's peak is known."""
-        seconds = until - self.since
+        self.clock.enter("steps")
+        seconds = self.clock.seconds["steps"]
         metrics = {"tokens_per_s": self._tokens / seconds}
         if self.peak is not None:
             metrics["mfu"] = self._flops / seconds / self.peak

@@ -74,7 +74,7 @@ class DeepSpeedBackend:
             check_divides(model_shape, mesh, path=config.model.path)
             plan = zero.plan(config, mesh, part, occupied=occupied)
         else:
-            plan = plan_frozen(config, mesh, part, role=role, occupied=occupied)
+            plan = plan_frozen(config, mesh, part, occupied=occupied)
         if self._drive is None:
             return plan
         parts = memory.estimate(config, plan, part, world=mesh.shards.size, trained=trained)

@@ -248,6 +248,11 @@ def check(config: Any) -> None:
     """Raise RLHFError for what cannot run or would have no effect, without heavy imports."""
     section, precision, version = config.backend_section, config.model.dtype, installed_version()
     check_version(version)
+    if "8bit" in config.optim.name.lower():
+        raise RLHFError(
+            "optim.name: moments of 8 bits are not offered; set optim.states to bf16, which takes "
+            "no more memory"
+        )
     resolved = resolve(section)
     if resolved.dtype not in (None, precision):
         raise RLHFError(

@@ -25,9 +25,7 @@ WAYS: Mapping[Way, Resolved] = {
 """What a value of `deepspeed.frozen` means, the fastest first."""
 
 
-def plan_frozen(
-    config: Config, mesh: Mesh, shape: ModelShape, *, role: str, occupied: int = 0
-) -> ZeroPlan:
+def plan_frozen(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> ZeroPlan:
     """Return the plan of a model that is not trained: whole on every rank if that leaves room, else
     in shards, else in shards on the CPU. Others take `occupied` bytes of each accelerator. Raises
     RLHFError where `deepspeed.frozen` cannot be combined with the model."""
@@ -41,14 +39,8 @@ def plan_frozen(
         chosen, why = _choose_frozen(sizes, mesh, occupied)
     else:
         chosen, why = setting, "as configured"
-    lighter = tuple(
-        f"deepspeed.frozen {name} ({gib(size)} GiB of weights of the {role} instead of "
-        f"{gib(sizes[chosen])})"
-        for name, size in sizes.items()
-        if size < 0.95 * sizes[chosen]
-    )
     made = plan_at(config, mesh, shape, WAYS[chosen], why=why)
-    return evolve(made, summary=made.summary + restricted(config), lighter=lighter)
+    return evolve(made, summary=made.summary + restricted(config))
 
 
 def _frozen_ways(config: Config) -> list[Way]:
@@ -74,7 +66,7 @@ def _choose_frozen(sizes: Mapping[Way, int], mesh: Mesh, occupied: int) -> tuple
     for name in useful:
         share = SHARE if name == 0 and 3 in useful else AMPLE
         budget = f"{share:.0%} of {gib(mesh.memory)} GiB"
-        others = f", with {gib(occupied)} GiB of other models" * bool(occupied)
+        others = f", with {gib(occupied)} GiB of other models" if occupied else ""
         if sizes[name] + occupied <= share * mesh.memory:
             return name, f"frozen: {gib(sizes[name])} GiB in {budget}{others}"
     return useful[-1], f"frozen: more than {budget}{others}"

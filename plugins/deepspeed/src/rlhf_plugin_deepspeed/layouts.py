@@ -83,7 +83,7 @@ def _settings(section: DeepSpeedConfig, target: Resolved) -> str:
         current = {name: bool(getattr(section, name)) for name in flags}
     else:
         offload = target.offload_optimizer and (target.offload_param or target.stage != 3)
-        name = f"zero{target.stage}{'_offload' * offload}"
+        name = f"zero{target.stage}{'_offload' if offload else ''}"
         words = [f"deepspeed.preset {name}"]
         words += [f"model.dtype {target.dtype}"] if target.dtype else []
         preset = PRESETS.get(name, PRESETS["ddp"])

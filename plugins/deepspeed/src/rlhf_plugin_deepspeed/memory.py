@@ -35,7 +35,7 @@ class Bytes:
 def bytes_per_parameter(config: Config, shape: ModelShape, *, stage: int) -> Bytes:
     """Return the bytes of each state. The optimizer's states and the master weights are fp32, or
     bf16 with `optim.states bf16`; in fp32 only a sharded optimizer has separate masters."""
-    kept = 4 * shape.num_states(config.optim)
+    kept = 4 * shape.num_states(config.optimizer_kind)
     if config.model.dtype == "fp32":
         return Bytes(weight=4, gradient=4, master=0 if stage == 0 else 4, optimizer=kept)
     if config.optim.states == "bf16":

@@ -37,7 +37,7 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) ->
     resolved, optimizer = evolve(resolved, stage=stage), title(config.optim)
     made = plan_at(config, mesh, shape, resolved, why=why, trained=optimizer)
     skips = resolved.offload_optimizer and config.backend_section.offload_states == "always"
-    more = ", so that offload_states is skipped" * skips
+    more = ", so that offload_states is skipped" if skips else ""
     return evolve(made, summary=made.summary + more + restricted(config))
 
 
@@ -75,7 +75,7 @@ def plan_at(
     tensor = 1 if shape.tensor % mesh.tensor.size else mesh.tensor.size
     second = settings["zero_optimization"].get("zero_hpz_partition_size")
     copies = f"a second copy of the weights over {second} ranks" if second else ""
-    parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, _ranks(mesh), copies, trained)
+    parts = (f"ZeRO {stage}{f' ({why})' if why else ''}", precision, _ranks(mesh), copies, trained)
     return ZeroPlan(
         stage=stage,
         tensor=tensor,

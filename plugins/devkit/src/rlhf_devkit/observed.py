@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf.config.sections import Config
 from rlhf.hookspecs import RunRecord
-from rlhf.registry.observer_thread import hooks_of
+from rlhf.registry.observers import hooks_of
 
 SETTINGS = {"model.path": "base", "optim.lr": 1e-5, "data.train": [{"path": "rows.jsonl"}]}
 PLAN = {"policy": {"summary": "ZeRO 2, bf16", "stage": 2, "trained": True}}

@@ -91,7 +91,7 @@ def configure(
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     states: Literal["fp32", "bf16"] = "fp32",
     clip: float = 0.5,
-    optimizer: Literal["adamw", "lion", "muon", "sgd"] = "adamw",
+    optimizer: str = "adamw",
 ) -> BackendConfig:
     """Return a configuration whose clipping is active and whose decay shows."""
     optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1, states=states, name=optimizer)

@@ -22,14 +22,13 @@ from rlhf.commands.main import main
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
-from rlhf.demo import scratch
 from rlhf.engine import Mesh, StepOutcome
 from rlhf.folder.run_folder import logged
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
+from rlhf.memory.estimate import count_step
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest, tokens_made
-from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PackedModel, PathName
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.gateway import BackendGateway, build_gateways
@@ -42,6 +41,7 @@ from rlhf.train.rank import process_group, run_rank
 from rlhf.train.session import Session
 from rlhf.train.set_up import set_up, step_fit
 from rlhf_backend_torch import TorchEngine
+from rlhf_devkit import scratch
 from rlhf_devkit.curves import Metrics
 from rlhf_devkit.plain import PlainBackend
 

@@ -22,10 +22,9 @@ from rlhf.errors import RLHFError, counted
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
 from rlhf.folder.run_folder import RANKS, RECORDED, logged, read_json
-from rlhf.launch.hosts import place_of_host
+from rlhf.launch.hosts import join_slurm, this_host
 from rlhf.launch.local import Ranks, num_devices
 from rlhf.launch.signals import DAY, STOPPED, catch
-from rlhf.launch.slurm import join_slurm
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request, handed_over
 from rlhf.train.dataset import Dataset, prepare_data
@@ -67,14 +66,14 @@ def verify_command(request: Request) -> int:
     """Print what is the same and what differs; returns the exit code 0, 1 for a difference, or that
     of a run that failed."""
     join_slurm()
-    place = place_of_host()
-    if "RANK" in os.environ or place.hosts > 1:
+    host = this_host()
+    if "RANK" in os.environ or host.hosts > 1:
         raise RLHFError(
             "rlhf verify starts its own ranks on one machine; run it without a launcher"
         )
     config = request.config
     layout = RunShape(
-        ranks=num_ranks(request, place), stage=config.backend_section, tokens=config.batch.tokens
+        ranks=num_ranks(request, host), stage=config.backend_section, tokens=config.batch.tokens
     )
     request = attrs.evolve(request, config=two_steps(config))
     data = prepare_data(request)

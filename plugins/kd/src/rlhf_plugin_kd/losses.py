@@ -1,6 +1,6 @@
 """The divergences of a student's distribution q from its teacher's p, as skewed KL divergences."""
 
-from rlhf.readouts import SkewedKL
+from rlhf_distill import SkewedKL
 
 
 def measure(loss: str, *, beta: float, skew: float) -> SkewedKL:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.plugin import ModelConfig
-from rlhf.readouts import Mixture, TopTeacher, distil, divergence
 from rlhf.trainer import Example, Examples, Loss, PackedBatch, Run, Term, Trainer
+from rlhf_distill import Mixture, TopTeacher, distil, divergence, load_teacher
 from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure
 
@@ -38,7 +38,9 @@ class KDTrainer(Trainer):
             dtype=run.config.model.dtype,
             trust_remote_code=run.config.model.trust_remote_code,
         )
-        self.teacher = run.teacher(teacher, top=config.cache_top, temperature=config.temperature)
+        self.teacher = load_teacher(
+            run, teacher, top=config.cache_top, temperature=config.temperature
+        )
         self.policy = run.load("policy")
         self.mixture = Mixture(
             measure(config.loss, beta=config.beta, skew=config.skew),

@@ -7,14 +7,23 @@ and a student's q is the mean of x_p - x_q under p, less z_p - z_q.
 """
 
 import math
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf.readouts import SkewedKL
 from rlhf_kernels.logits_triton import COLUMNS, WARPS, logit_value
+
+
+class SkewedKL(Protocol):
+    """The numbers of `rlhf_distill.SkewedKL`."""
+
+    forward: float
+    reverse: float
+    forward_skew: float
+    reverse_skew: float
 
 
 def compare_rows(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from rlhf.hookspecs import Finding
 from rlhf.kernels import Tree
 from rlhf.plugin import ModelConfig
-from rlhf.readouts import SkewedKL
 from rlhf_kernels import compiler, layers
 from rlhf_kernels.attention import Attention, AttentionRow
 from rlhf_kernels.diagnosis import findings
@@ -89,10 +88,10 @@ class TritonKernels:
         teacher: Tensor,
         targets: Tensor,
         weights: Tensor,
-        measure: SkewedKL,
+        measure: Any,
         **options: Any,
     ) -> Tensor:
-        """Compare rows of logits [n, V] of two models."""
+        """Compare rows of logits [n, V] of two models by a `SkewedKL`, for rlhf-distill."""
         if student.is_meta:
             return student.new_empty(6, len(student), dtype=torch.float32)
         from rlhf_kernels.divergence_triton import compare_rows
@@ -100,7 +99,7 @@ class TritonKernels:
         return compare_rows(student, teacher, targets, weights, measure, **options)
 
     def for_any_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function once for any number of rows."""
+        """Compile a function once for any number of rows, for rlhf-distill."""
         return compiler.for_any_rows(function)
 
     def diagnose(self) -> Sequence[Finding]:

@@ -58,7 +58,7 @@ def _sections(migration: Migration) -> Iterator[str]:
         entries.sort(key=lambda entry: _place(section, entry[0]))
         if entries and section:
             yield f"{section}:"
-        indent = "  " * bool(section)
+        indent = "  " if section else ""
         texts = [f"{indent}{flow({name: value})}" for name, value, _ in entries]
         width = max((len(text) for text in texts if len(text) <= 50), default=0)
         for text, (name, value, origin) in zip(texts, entries, strict=True):

@@ -130,8 +130,6 @@ class TorchBackend:
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
     ) -> Optimizer:
         optim = config.optim
-        if optim.name != "adamw":
-            raise RLHFError(f"the {self.name} backend has no {optim.name}; set optim.name to adamw")
         filled = [dict(group) for group in groups if group["params"]]
         return AdamW(filled, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
 

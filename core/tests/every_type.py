@@ -1,0 +1,285 @@
+"""Every causal language model of the installed transformers as a tiny random model, and what the
+project does with it. `python core/tests/every_type.py` writes docs/families.md."""
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from attrs import frozen
+from engines import BareEngine
+from small_models import config_of, empty, load
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rlhf.config.sections import LoraConfig
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError, first_line
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import choose_path
+from rlhf.model.save import check_exportable
+from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import tree_batch
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MOST_PARAMETERS = 20_000_000
+MOST_ERROR = 5e-5
+"""Of a log-probability in float32."""
+
+SIZES: dict[str, Any] = {
+    # The width of the model, its layers and heads, under all of their names.
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size"), 64),
+    **dict.fromkeys(("word_embed_proj_dim", "lru_width", "attention_hidden_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(("global_head_dim", "index_head_dim", "mamba_head_dim", "kv_lora_rank"), 16),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "d_ff"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
+    "context_length": 512,
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "is_decoder": True,
+    # Experts.
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    "expert_ffn_hidden_size": 32,
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("num_expert_group", "first_k_dense_replace"), 1),
+    # Windows and latent attention.
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 8),
+    "attention_window_size": 8,
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "d_rel"), 8),
+    **dict.fromkeys(("laurel_rank", "adapter_rank"), 8),
+    "q_lora_rank": 32,
+    "index_topk": 512,
+    "index_n_heads": 2,
+    "rel_extent": 16,
+    "hidden_size_per_layer_input": 16,
+    "router_hidden_size": 16,
+    # Recurrent layers.
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_dt_rank"), 4),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 128,
+    "mamba_num_heads": 8,
+}
+OPTIONAL = (
+    "num_experts", "sliding_window", "q_lora_rank", "top_k_experts", "moe_intermediate_size",
+    "num_global_key_value_heads", "attention_chunk_size",
+)  # fmt: skip
+"""Fields that are off where they are None by default."""
+FOUR = {"num_hidden_layers": 4}
+LATENT = {"num_key_value_heads": 4, "num_hidden_layers": 3}
+UNPADDED = {"unpadded_vocab_size": 96, "num_hidden_layers": 3}
+MORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), FOUR),
+    **dict.fromkeys(("lfm3", "exaone4", "smollm3", "olmo3"), FOUR),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "hy_v4", "axk2"), LATENT),
+    **dict.fromkeys(("longcat_flash", "youtu"), LATENT | {"num_hidden_layers": 2, "head_dim": 8}),
+    **dict.fromkeys(("deepseek_v3", "axk1"), LATENT | {"head_dim": 8}),
+    **dict.fromkeys(
+        ("kimi_linear", "bailing_hybrid"),
+        LATENT | FOUR | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"),
+        UNPADDED,
+    ),
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "deepseek_v4": FOUR
+    | {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 2}
+    | {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2}
+    | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "compress_ratio": 4},
+    "qwen4_exp_text": FOUR
+    | {"hc_lowrank": 16, "ngram_vocab_size_base": 500, "ple_embed_dim": 16}
+    | {"heads_per_ngram": 2, "split_ngram_parts": 2, "indexer_n_heads": 2}
+    | {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+    | {"indexer_compress_ratio": 4},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1}
+    | {"use_mamba_kernels": False, "attention_head_dim": 32, "attention_hidden_size": 128},
+    "zamba2": FOUR
+    | {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]}
+    | {"use_mamba_kernels": False, "mamba_headdim": 32, "attention_hidden_size": 128}
+    | {"attention_head_dim": 32, "num_query_groups": 4, "kv_channels": 16}
+    | {"num_key_value_heads": 4, "add_bias_linear": False},
+    "lfm2": FOUR | {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": FOUR | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"num_hidden_layers": 6},
+    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5}
+    | {"activation_sparsity_pattern": None, "layer_types": None},
+    "gemma4_text": {"num_hidden_layers": 12, "num_kv_shared_layers": 6}
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4},
+    "gemma4_unified_text": {"num_hidden_layers": 6},
+    "llama4_text": FOUR | {"num_experts_per_tok": 1},
+    "minimax": {"block_size": 16},
+    "bamba": FOUR | {"attn_layer_indices": [1, 3]},
+    "jamba": FOUR
+    | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+    | {"expert_layer_offset": 1, "use_mamba_kernels": False},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "granitemoehybrid": FOUR | {"layer_types": ["mamba", "attention"] * 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "nemotron_h": FOUR
+    | {"layers_block_type": ["mamba", "attention", "mamba", "moe"], "n_groups": 1}
+    | {"moe_latent_size": None, "mamba_head_dim": 16},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "deepseek_v2": {"head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "xlstm": {"embedding_dim": 64, "num_blocks": 2},
+    "modernbert-decoder": {"num_hidden_layers": 3, "local_attention": 16}
+    | {"cls_token_id": 1, "sep_token_id": 2},
+}
+
+
+class NotBuilt(Exception):
+    """No tiny model of a type could be made; says why."""
+
+
+@frozen(kw_only=True)
+class Result:
+    """What the project does with one type."""
+
+    path: str
+    reason: str = ""
+    """Why it is not `tree`, or why the type is refused."""
+    error: float = 0.0
+    """Largest error of a log-probability against transformers' own."""
+    bf16: str = "yes"
+    lora: str = "yes"
+
+
+def tiny_model(model_type: str) -> Any:
+    """Return a random model. Raises NotBuilt."""
+    kind = CONFIG_MAPPING[model_type]
+    try:
+        default: dict[str, Any] = vars(kind())
+    except Exception:  # Not every config has defaults.
+        default = {}
+    known = {*default, *getattr(kind, "__dataclass_fields__", ()), *kind.attribute_map}
+    given = {name: value for name, value in SIZES.items() if name in known}
+    given = {n: v for n, v in given.items() if n not in OPTIONAL or default.get(n) is not None}
+    dropouts = (name for name, value in default.items() if "drop" in name and value)
+    try:
+        config = kind(**given | dict.fromkeys(dropouts, 0.0) | MORE.get(model_type, {}))
+        with torch.device("meta"):
+            size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+        if size > MOST_PARAMETERS:
+            raise NotBuilt(f"its sizes have other names ({size:,} parameters)")
+        torch.manual_seed(0)
+        causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except NotBuilt:
+        raise
+    except Exception as error:  # A family's own code may raise anything.
+        raise NotBuilt(f"{type(error).__name__}: {first_line(error)}") from error
+    for parameter in causal.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return causal.eval()
+
+
+def result_of(model_type: str) -> Result:
+    """Return what the project does with a type. Raises NotBuilt, and what must not be raised."""
+    causal = tiny_model(model_type)
+    module = PackedModel(causal)
+    try:
+        choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
+    except RLHFError as error:
+        return Result(path="refused", reason=str(error), bf16="", lora="")
+    batch = tree_batch()
+    with torch.no_grad():
+        found = module(batch, token_logprobs)["logprobs"]
+        module.path = "separate"
+        truth = module(batch, token_logprobs)["logprobs"]
+    with tempfile.TemporaryDirectory() as folder:
+        causal.save_pretrained(folder)
+        return Result(
+            path=choice.path,
+            reason=choice.reason,
+            error=float((found - truth).abs().max()),
+            bf16=outcome(folder, "bf16"),
+            lora=outcome(folder, "fp32", lora=LoraConfig(rank=2)),
+        )
+
+
+def outcome(folder: str, precision: Any, **sections: Any) -> str:
+    """Return whether a step of training runs, or why it is refused."""
+    config = config_of(folder, model={"dtype": precision}, **sections)
+    try:
+        check_exportable(empty(config).model)
+        module = load(config, precision=precision)
+        choose_path(BareEngine(module, precision), Mesh())  # type: ignore[arg-type]
+    except RLHFError as error:
+        return str(error).replace(folder, "MODEL")
+    module.train()
+    module(tree_batch(), token_logprobs)["logprobs"].sum().backward()
+    return "yes"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what transformers and peft print."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def rows() -> Iterator[str]:
+    """Yield the lines of docs/families.md."""
+    yield "# Every family"
+    yield ""
+    yield f"What a run does with each causal type of transformers {transformers.__version__}, on"
+    yield "tiny random models. `python core/tests/every_type.py` writes this page; the matrix of"
+    yield "tests compares it. `error` is the largest error of a log-probability against the model's"
+    yield "own, one path at a time. What is not tried has sizes of other names or no defaults."
+    yield ""
+    yield "| type | path | error | bf16 | LoRA | reason |"
+    yield "|---|---|---|---|---|---|"
+    yield from map(row_of, TYPES)
+
+
+def row_of(model_type: str) -> str:
+    """Return the row of a type. Raises what must not be raised."""
+    try:
+        found = result_of(model_type)
+    except NotBuilt as problem:
+        return f"| {model_type} | not tried | | | | {problem} |"
+    assert found.error < MOST_ERROR, f"{model_type} on {found.path}: {found.error:.0e}"
+    answers = (found.bf16, found.lora)
+    cells = [answer if answer in ("yes", "") else "no" for answer in answers]
+    reasons = [found.reason, *(answer for answer in answers if answer not in ("yes", ""))]
+    error = "" if found.path == "refused" else f"{found.error:.0e}"
+    reason = "; ".join(filter(None, reasons)).replace("|", "\\|")
+    return f"| {model_type} | {found.path} | {error} | {' | '.join(cells)} | {reason} |"
+
+
+if __name__ == "__main__":
+    with quiet():
+        PAGE.write_text("\n".join(rows()) + "\n", encoding="utf-8")

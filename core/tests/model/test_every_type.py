@@ -1,6 +1,8 @@
 """What docs/families.md says of every causal type of transformers, and that none ends in a
 traceback."""
 
+import re
+
 import every_type
 import pytest
 import transformers
@@ -14,9 +16,11 @@ SAME_VERSION = f"transformers {transformers.__version__}," in PAGE[2]
 def test_the_page_says_what_a_run_does(model_type: str) -> None:
     with every_type.quiet():
         row = every_type.row_of(model_type)
-    assert not SAME_VERSION or row_without_error(row) in map(row_without_error, PAGE)
+    assert not SAME_VERSION or without_numbers(row) in map(without_numbers, PAGE)
 
 
-def row_without_error(row: str) -> list[str]:
-    cells = row.split(" | ")
-    return [*cells[:2], *cells[3:]]
+def without_numbers(row: str) -> list[str]:
+    """Return the cells of a row that every machine gives: an error differs by rounding, and why a
+    model could not be built may depend on the order of a set."""
+    cells = re.sub(r"off by [\d.e+-]+", "off", row).split(" | ")
+    return cells[:2] if "not tried" in row else [*cells[:2], *cells[3:]]

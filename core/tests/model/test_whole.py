@@ -11,14 +11,14 @@ from engines import BareEngine, WholeWeights
 from families import chatml_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import config_of, empty, load
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlhf.config.sections import LoraConfig
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError, listed
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
-from rlhf.model.parts import decoder, language_model
+from rlhf.model.parts import beyond_text, decoder, language_model
 from rlhf.model.probe import choose_path
 from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
@@ -30,6 +30,10 @@ from rlhf_devkit.families import FAMILIES, SIZES, tree_batch
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 8, "patch_size": 4,
+}  # fmt: skip
+OPT = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
+    "num_attention_heads": 4, "word_embed_proj_dim": 32,
 }  # fmt: skip
 QWEN_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
@@ -175,8 +179,8 @@ def test_only_the_text_part_is_trained_if_asked_for(
         (
             "Mistral 3",
             {},
-            "model.part text: transformers has no class for only the text part of {path}; remove "
-            "model.part",
+            "model.part text needs a model that also reads images, with a class of its own for "
+            "text, which {path} is not; remove model.part",
         ),
         (
             "Qwen3.5",
@@ -236,3 +240,10 @@ def test_a_classifier_on_a_model_that_reads_images_is_opened_again(tmp_path: Pat
         module.save_weights(module.state_dict(), path)
         save_tokenizer_and_config(module.model, chatml_tokenizer(), path)
     assert texts == [("Gemma3TextModel", "tree")] * 2
+
+
+def test_nothing_of_a_model_of_text_is_beyond_text() -> None:
+    causal = AutoModelForCausalLM.from_config(transformers.OPTConfig(**OPT))
+    # A decoder that is only a part of what text reaches, as of byte-level models.
+    causal.model.get_decoder = causal.get_decoder = lambda: causal.model.decoder.layers[0]
+    assert beyond_text(causal) == []

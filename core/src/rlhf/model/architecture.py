@@ -53,9 +53,9 @@ def read_architecture(
     check_model_folder(path)
     architecture = saved_config(model)
     written, whole = written_class(architecture), reads_images(architecture)
-    check_part(config, whole and FORMS["causal"].supports(architecture), path)
-    known = whole or FORMS["causal"].supports(architecture)
-    if not known or written.endswith("ForMaskedLM"):
+    has_text_class = FORMS["causal"].supports(architecture)
+    check_part(config, whole and has_text_class, path)
+    if not (whole or has_text_class) or written.endswith("ForMaskedLM"):
         raise RLHFError(
             f"model.path {path} is {written or architecture.model_type}, not a causal language "
             "model; choose one that transformers opens with AutoModelForCausalLM"
@@ -73,8 +73,8 @@ def check_part(config: Config, has_text_class: bool, path: str) -> None:
         return
     if not has_text_class:
         raise RLHFError(
-            f"model.part text: transformers has no class for only the text part of {path}; remove "
-            "model.part"
+            f"model.part text needs a model that also reads images, with a class of its own for "
+            f"text, which {path} is not; remove model.part"
         )
     if config.lora is not None or config.model.adapter is not None:
         raise RLHFError(
@@ -233,10 +233,8 @@ def check_writes_text(causal: Any, model: ModelConfig) -> None:
     if not reads_images(causal.config):
         return
     try:
-        classifies = label_head(causal) is not None
-        found = decoder(causal) is not None and (
-            classifies or causal.get_output_embeddings() is not None
-        )
+        head = label_head(causal) or causal.get_output_embeddings()
+        found = head is not None and decoder(causal) is not None
     except (AttributeError, NotImplementedError, StopIteration, RecursionError):
         found = False  # The class is not built as transformers' language models are.
     if not found or causal.config.is_encoder_decoder:

@@ -66,9 +66,6 @@ class LogitForm:
     softcap: float | None = None
 
 
-PLAIN = LogitForm()
-"""The form of logits that are the products themselves."""
-
 KNOWN = (2.0**-10, 2.0**20)
 """Products for which `logit_form` reads a model's logits: one that no cap changes, and one that
 every cap does. As powers of two they leave the digits of a scale as they are."""
@@ -86,8 +83,9 @@ def logit_form(causal: Any, tokens: Tensor, hidden: Tensor) -> LogitForm:
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], products: Tensor) -> Tensor:
         nonlocal before
         own, given = hidden.flatten().float(), inputs[0].flatten().float()
-        # Rounded, since it comes from hidden states of the model's precision.
-        before = round_one(float(f"{float((given @ own) / (own @ own)):.6g}"))
+        ratio = float((given @ own) / (own @ own))
+        # Hidden states in 16 bits give it with an error.
+        before = 1.0 if abs(ratio - 1) < 1e-2 else float(f"{ratio:.6g}")
         known = torch.zeros_like(products, dtype=torch.float32)
         known[..., : len(KNOWN)] = known.new_tensor(KNOWN)
         return known
@@ -98,14 +96,9 @@ def logit_form(causal: Any, tokens: Tensor, hidden: Tensor) -> LogitForm:
     finally:
         hook.remove()
     small, large = (float(value) for value in logits.flatten()[: len(KNOWN)])
-    scale = round_one(small / KNOWN[0])
+    scale = small / KNOWN[0]
     capped = abs(large) < abs(0.5 * scale * KNOWN[1])
     return LogitForm(scale=before * scale, softcap=abs(large) if capped else None)
-
-
-def round_one(factor: float) -> float:
-    """Return 1 for a factor that is 1 but for rounding in 16 bits."""
-    return 1.0 if abs(factor - 1) < 1e-2 else factor
 
 
 def read_head(causal: nn.Module) -> Head:

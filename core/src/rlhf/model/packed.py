@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.accelerated import kernels_on
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
-from rlhf.model.head import PLAIN, read_head
+from rlhf.model.head import LogitForm, read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
 from rlhf.model.recurrent import Segments, computes_trees, run_trees
@@ -85,7 +85,7 @@ class PackedModel(nn.Module):
         self.tokens: int | None = None
         """Number of tokens that readouts see and answers are sampled from, the first of the head;
         None for all. `Run.limit_tokens` sets it."""
-        self.form = PLAIN
+        self.form = LogitForm()
         """What the model does with the products of its head; the start-up probe sets it."""
         self.default_attention = default_attention(self.causal)
         self.path = path
@@ -108,7 +108,8 @@ class PackedModel(nn.Module):
         assert path in get_args(PathName), path
         self._path: PathName = path
         ours = path in ("tree", "packed") and takes_our_attention(self.causal) is None
-        if ours and recurrent_layers(self.causal):
+        self._has_states = ours and bool(recurrent_layers(self.causal))
+        if self._has_states:
             run_trees(self.causal)
         implementation = attention.NAME if ours else self.default_attention
         if self.causal.config._attn_implementation != implementation:
@@ -142,18 +143,20 @@ class PackedModel(nn.Module):
         self.router_losses.append(loss)
         return hidden
 
-    def in_order(self, logits: Sequence[Tensor], batch: PackedBatch) -> list[Tensor]:
+    def in_order(self, logits: list[Tensor], batch: PackedBatch) -> list[Tensor]:
         """Return what routers gave on the current path, one after the other in each pass, for each
         router in the order of the batch: [T, experts], perhaps followed by other tokens."""
         if self.path in ("tree", "packed"):
             axis = self.sequence
             rows = [all_rows(part, axis.size * len(part), axis) for part in logits]
-            return rows if self.path == "tree" else [row[unshared(batch)[1]] for row in rows]
+            if self.path == "tree":
+                return rows
+            _, back = unshared(batch)
+            return [row[back] for row in rows]
         groups, back = padded_rows(batch, most=self.most_padded(batch))
         routers = len(routers_of(self.causal))
-        passes = [logits[start : start + routers] for start in range(0, len(logits), routers)]
-        by_router = zip(*passes[: len(groups)], strict=True)
-        return [torch.cat(parts)[back] for parts in by_router]
+        of_groups = logits[: routers * len(groups)]
+        return [torch.cat(of_groups[router::routers])[back] for router in range(routers)]
 
     def most_padded(self, batch: PackedBatch) -> int:
         """Return the most tokens of a pass over padded rows; 0 for one row each."""
@@ -201,7 +204,7 @@ class PackedModel(nn.Module):
         size = len(batch.tokens)
         own = part_of_rank(size, axis)
         tree = Tree(batch, axis)
-        states = {"seq_idx": Segments(tree)} if recurrent_layers(self.causal) else {}
+        states = {"seq_idx": Segments(tree)} if self._has_states else {}
         hidden = self.backbone(
             input_ids=batch.tokens[None, own],
             position_ids=batch.positions[None, own],

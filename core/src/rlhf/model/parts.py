@@ -45,10 +45,11 @@ def language_model(causal: Any) -> Any:
 def beyond_text(causal: Any) -> list[nn.Module]:
     """Return the parts of a model with parameters of their own that text does not reach: towers for
     images and sounds, with their projectors. Empty for a model of text."""
-    base = causal.base_model
-    text = (causal if label_head(causal) is None else base).get_decoder()
-    if text is None or text is base:
+    if not reads_images(causal.config):
         return []
+    base = causal.base_model
+    # With its head, if that is a language model of its own.
+    text = (causal if label_head(causal) is None else base).get_decoder()
     reached = {*text.modules(), causal.get_input_embeddings()}
     return [
         part

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
@@ -16,7 +16,7 @@ from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.accelerated import kernels_on
 from rlhf.model.finite import check_finite
-from rlhf.model.head import PLAIN, Head, LogitForm, logit_form, soft_capped
+from rlhf.model.head import Head, LogitForm, logit_form, soft_capped
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, recurrent_layers, takes_our_attention
 from rlhf.model.parts import language_model
@@ -52,7 +52,7 @@ class AttentionPath:
     path: PathName
     reason: str
     """Why the better paths were not chosen; empty for `tree`."""
-    form: LogitForm = PLAIN
+    form: LogitForm = field(factory=LogitForm)
     """What the model does with the products of its head."""
 
     def __str__(self) -> str:

@@ -1,12 +1,14 @@
 """A model's weights on one device: read from its folder, or drawn at random."""
 
 import os
+import re
 import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -143,12 +145,16 @@ def check_loading_report(
 
 
 def unread_weights(causal: Any, names: Iterable[str]) -> list[str]:
-    """Return which of the stored `names` belong to parts that the model does not have, such as a
-    vision tower or layers that predict further tokens: families have transformers ignore these. A
-    part with a single tensor is a buffer that older versions stored."""
+    """Return which of the stored `names` that a family has transformers ignore belong to parts that
+    the model does not have, such as a vision tower or layers that predict further tokens. A part
+    with a single tensor is a buffer that older versions stored."""
+    patterns = [re.compile(each) for each in causal._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [name for name in names if any(pattern.search(name) for pattern in patterns)]
+    if not ignored:
+        return []
     state, parts = causal.state_dict(), {name for name, _ in causal.named_modules()}
     lacked = defaultdict(list)
-    for name, stored in stored_names(causal, names).items():
+    for name, stored in stored_names(causal, ignored).items():
         if name not in state and (part := first_lacked(name, parts)):
             lacked[part].append(stored)
     return [name for group in lacked.values() if len(group) > 1 for name in group]
@@ -156,16 +162,15 @@ def unread_weights(causal: Any, names: Iterable[str]) -> list[str]:
 
 def first_lacked(name: str, parts: Collection[str]) -> str | None:
     """Return the outermost module in the name of a weight that is not among `parts`."""
-    path = name.split(".")[:-1]
-    prefixes = (".".join(path[: size + 1]) for size in range(len(path)))
-    return next((prefix for prefix in prefixes if prefix not in parts), None)
+    modules = accumulate(name.split(".")[:-1], "{}.{}".format)
+    return next((module for module in modules if module not in parts), None)
 
 
 def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str]) -> None:
     """Print a warning on rank 0 if a folder has weights that the model does not use."""
     # A classifier does not use the vocabulary's head.
     is_causal = label_head(causal) is None
-    names = sorted(name for name in {*unexpected} if is_causal or "lm_head." not in name)
+    names = sorted(name for name in unexpected if is_causal or "lm_head." not in name)
     if names and os.environ.get("RANK", "0") == "0":
         print(
             f"warning: {path} has {counted(len(names), 'weight')} that {type(causal).__name__} "

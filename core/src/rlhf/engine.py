@@ -58,6 +58,10 @@ class ModelShape:
     """Number of decoder layers."""
     head: int
     """Number of parameters of the output head's weight (vocabulary or labels)."""
+    fp32: int = 0
+    """Number of parameters of a transformers model that are in fp32, whatever its precision."""
+    fp32_trainable: int = 0
+    """Number of those that get a gradient."""
     lookup: int = 0
     """Number of parameters of the embedding if it is only looked up; 0 if the head is tied to
     it."""

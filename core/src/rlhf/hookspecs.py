@@ -125,6 +125,9 @@ class BackendHooks:
       wrapper may have parameters of the trainer's own, which `load_weights` has not seen.
     - A module of `run.prepare` has no wrapper. Its weights are whole, and `load_weights` is
       not called.
+
+    Parameters have the dtype in which they are computed and trained: that of the plan's precision,
+    or fp32 where transformers keeps it. The optimizer's groups have one dtype each.
     """
 
     @hookspec(firstresult=True)
@@ -197,7 +200,8 @@ class BackendHooks:
         plan is `sharded`.
 
         `module` is not yet in the wrapper that `build_optimizer` and `prepare` get.
-        `weights` is the full state dict in rank 0's host memory and None on other ranks. Only one
+        `weights` is the full state dict in rank 0's host memory and None on other ranks. The
+        parameters have their dtypes, even if `model_context` creates all shards in one. Only one
         parameter is whole at a time on an accelerator. Returns the names of parameters that are not
         in `weights`. Collective."""
 

@@ -9,6 +9,7 @@ from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig, OptimConfig
 from rlhf_plugin_deepspeed import capabilities, zero
+from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.memory import estimate
 
 
@@ -194,3 +195,52 @@ def test_a_base_in_four_bits_is_counted_so():
     assert zero.plan(run, mesh, adapters).summary.startswith(
         "ZeRO 0 (the first whose states fit: 4.0"
     )
+
+
+ROUTERS = evolve(SHAPE, fp32=GIB, fp32_trainable=GIB)
+"""A gibi of parameters stays in fp32."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients"), [(0, 16, 16), (1, 16, 16), (2, 16, 8), (3, 8, 0)]
+)
+def test_weights_in_fp32_take_four_bytes(stage, weights, gradients):
+    made = plan(2, 200 * GIB, stage=stage, shape=ROUTERS)
+    parts, without = (
+        estimate(half(), made, shape, world=2, trained=True) for shape in (ROUTERS, SHAPE)
+    )
+    gathered = 2 * min(SHAPE.parameters, 1_500_000_000) if stage == 3 else 0
+    assert parts["weights"] == weights * GIB + gathered
+    assert parts.get("gradients", 0) == gradients * GIB
+    assert parts["masters"] == without["masters"]
+    frozen = estimate(half(), made, ROUTERS, world=2, trained=False)
+    assert frozen["weights"] == parts["weights"]
+    in_fp32 = estimate(half("fp32"), made, ROUTERS, world=2, trained=True)
+    assert in_fp32 == estimate(half("fp32"), made, SHAPE, world=2, trained=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "states"),
+    [
+        ("deepspeed.offload_param", {"preset": "zero3_offload"}, "fp32"),
+        ("deepspeed.nvme_path", {"preset": "zero2_offload", "nvme_path": "/nvme"}, "fp32"),
+        ("optim.states bf16", {"stage": 2}, "bf16"),
+    ],
+)
+def test_what_would_train_weights_in_fp32_in_one_dtype_with_others_is_refused(
+    name, settings, states
+):
+    run = evolve(half(**settings), optim=OptimConfig(states=states))
+    with pytest.raises(RLHFError) as error:
+        zero.plan(run, Mesh(), ROUTERS)
+    assert str(error.value) == (
+        f"{name} cannot be combined with trained weights that transformers keeps in fp32, which "
+        f"model.path {run.model.path} has; remove it, or train an adapter with lora"
+    )
+    frozen = evolve(ROUTERS, fp32_trainable=0)
+    assert zero.plan(run, Mesh(), frozen).stage == zero.plan(run, Mesh(), SHAPE).stage
+    assert layouts(run, Mesh(), ROUTERS) == [
+        way
+        for way in layouts(run, Mesh(), SHAPE)
+        if name == "deepspeed.offload_param" and "parameters on the CPU" not in way.name
+    ]

@@ -34,7 +34,7 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
     """Return the model under peft with a new adapter (`lora`) or that of `model.adapter`.
 
     New adapters are drawn on the host from `train.seed`, so they are the same for any rank, stage
-    and device. They have the model's dtype, since ZeRO-3 needs one dtype; the optimizer holds the
+    and device. They have the dtype of the weights that they are for; the optimizer holds the
     master weights. A classifier's head is trained whole and saved with the adapter (peft's
     `modules_to_save`). On the meta device an existing adapter's values are left out.
     """

@@ -1,6 +1,7 @@
 """The architecture of a configured model: transformers' config of its folder, and empty models."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -194,9 +195,10 @@ def known_tokens(config: Config) -> int | None:
 
 
 def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
-    """Return a model of this architecture and task without loaded weights, with the generation
-    config of `model.path` as transformers' own loaders read it."""
+    """Return a model of this architecture and task without loaded weights, with the dtypes and the
+    generation config of `model.path` as transformers' own loaders read it."""
     causal, path = _unfilled(architecture, config.model, task, dtype), resolved(config.model.path)
+    keep_fp32(causal, dtype)
     if causal.can_generate():
         try:
             causal.generation_config = GenerationConfig.from_pretrained(
@@ -210,6 +212,15 @@ def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.d
                 f"{path}/generation_config.json cannot be read ({first_line(error)}); correct it"
             ) from error
     return causal
+
+
+def keep_fp32(causal: Any, dtype: torch.dtype) -> None:
+    """Give weights float32 that transformers' loader leaves in it where it gives others `dtype`,
+    such as routers. Those that a family creates in float32 have it already."""
+    kept = "|".join(name.replace("*", ".*") for name in causal._get_dtype_plan(dtype))
+    for name, parameter in causal.named_parameters():
+        if kept and re.search(kept, name):
+            parameter.data = parameter.data.float()
 
 
 def _unfilled(architecture: Any, model: ModelConfig, task: Task, dtype: torch.dtype) -> Any:

@@ -96,23 +96,26 @@ def load_sharded(
         lambda: load_whole(architecture, config, task, dtype, device=host), share=False
     )
     weights = source.state_dict() if source is not None else None
-    check_same_weights(config.model.path, causal, source, mesh)
+    match_weights(config.model.path, causal, source, mesh)
     missing = hooks.load_weights(module=causal, weights=weights, plan=plan, mesh=mesh)
     assert not missing, f"transformers' loader returned no {missing}"
     copy_buffers(causal, source, mesh)
     return causal
 
 
-def check_same_weights(path: str, causal: Any, source: Any, mesh: Mesh) -> None:
-    """Raise RLHFError unless this rank's module has a place for each weight of rank 0's whole
-    model: its host may have other files. Collective."""
-    names = mesh.on_rank_zero(lambda: [name for name, _ in source.named_parameters()])
-    own = {name for name, _ in causal.named_parameters()}
-    if others := [name for name in names if name not in own]:
+def match_weights(path: str, causal: Any, source: Any, mesh: Mesh) -> None:
+    """Give each parameter its dtype in rank 0's whole model, since a backend may create all in one.
+    Raises RLHFError if this rank's module has no place for a weight: its host may have other files.
+    Collective."""
+    dtypes = mesh.on_rank_zero(lambda: {n: item.dtype for n, item in source.named_parameters()})
+    own = dict(causal.named_parameters())
+    if others := [name for name in dtypes if name not in own]:
         raise RLHFError(
             f"model.path {path} has {listed(others)} on the host of rank 0, but not on that of "
             f"rank {mesh.rank}; copy the same files to all hosts"
         )
+    for name, dtype in dtypes.items():
+        own[name].data = own[name].data.to(dtype)
 
 
 def check_shardable(model: ModelConfig, task: Task) -> None:

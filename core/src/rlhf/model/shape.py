@@ -58,6 +58,7 @@ def shape_of(module: nn.Module) -> ModelShape:
     layers = layers_of(decoder(causal))
     embedding = causal.get_input_embeddings().weight
     head = read_head(causal).weight
+    fp32 = [item for item in module.parameters() if item.dtype == torch.float32]
     return ModelShape(
         parameters=num_parameters(module),
         trainable=trainable,
@@ -65,6 +66,8 @@ def shape_of(module: nn.Module) -> ModelShape:
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         head=head.numel(),
+        fp32=sum(item.numel() for item in fp32),
+        fp32_trainable=sum(item.numel() for item in fp32 if item.requires_grad),
         lookup=0 if embedding is head else embedding.numel(),
         tensor=most,
         undivided=reason,

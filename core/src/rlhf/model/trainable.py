@@ -3,6 +3,7 @@ optimizer; and recomputation."""
 
 import difflib
 import fnmatch
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     "weight_decay": float}`.
 
     Only matrices outside of norms decay. Norm weights, biases and all parameters that were created
-    with fewer than two dimensions do not.
+    with fewer than two dimensions do not. A group has one dtype; float32 comes last.
     """
     decayed: dict[nn.Parameter, bool] = {}
     for owner in module.modules():
@@ -82,14 +83,13 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
             # At ZeRO-3 the parameter itself is flat.
             matrix = len(whole_shape(parameter)) >= 2
             decayed.setdefault(parameter, matrix and not is_norm and not name.endswith("bias"))
-    groups = [
-        {
-            "params": [item for item, decays in decayed.items() if decays],
-            "weight_decay": weight_decay,
-        },
-        {"params": [item for item, decays in decayed.items() if not decays], "weight_decay": 0.0},
+    groups = defaultdict[tuple[int, bool], list[nn.Parameter]](list)
+    for parameter, decays in decayed.items():
+        groups[parameter.dtype.itemsize, not decays].append(parameter)
+    return [
+        {"params": groups[size, fixed], "weight_decay": 0.0 if fixed else weight_decay}
+        for size, fixed in sorted(groups)
     ]
-    return [group for group in groups if group["params"]]
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

@@ -42,11 +42,13 @@ def random_model(architecture: Any, config: Config, task: Task, dtype: torch.dty
     """Return a model with new weights from `train.seed`. They are drawn on the host in float32, so
     they are the same for any rank, stage and dtype."""
     with torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):
+            empty = from_config(architecture, config, task, dtype=dtype)
         torch.manual_seed(config.train.seed)
         causal = from_config(architecture, config, task, dtype=torch.float32)
     # Not causal.to(dtype): rotary frequencies, which are buffers, must stay in float32.
-    for parameter in causal.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for parameter, other in zip(causal.parameters(), empty.parameters(), strict=True):
+        parameter.data = parameter.data.to(other.dtype)
     causal.config.dtype = dtype
     return causal
 

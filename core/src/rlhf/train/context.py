@@ -23,6 +23,7 @@ from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
 from rlhf.memory.fit import StepFit
 from rlhf.model.accelerated import check_packed, compile_layers, compiles
+from rlhf.model.architecture import DTYPES
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel, recurrent_layers
 from rlhf.model.parts import decoder
@@ -129,6 +130,8 @@ class RunContext(RunModels):
             yield f"{spec.role:<10} a new head with random values: {model.path} has none"
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(DTYPES[spec.config.model.dtype])
         return self._add(spec, module, lambda *, plan: module)
 
     def _add(self, spec: ModelSpec, empty: nn.Module, read: Callable[..., nn.Module]) -> Engine:

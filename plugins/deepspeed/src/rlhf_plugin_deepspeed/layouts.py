@@ -12,7 +12,7 @@ from rlhf_plugin_deepspeed.capabilities import check_capabilities
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, resolve, settings_of
 from rlhf_plugin_deepspeed.optimizer import TITLES
 from rlhf_plugin_deepspeed.versions import installed_version
-from rlhf_plugin_deepspeed.zero import offloads, plan_at
+from rlhf_plugin_deepspeed.zero import check_fp32, offloads, plan_at
 
 STAGE_COSTS = {0: 0.0, 1: 0.03, 2: 0.035, 3: 0.1}
 """Share of a step that a stage adds: on H200, 1 and 2 took up to 7 % more, 3 took 6 to 14 %."""
@@ -29,7 +29,7 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
     section: DeepSpeedConfig = config.backend_section
     resolved = resolve(section)
     ways = []
-    for target in _targets(config, resolved):
+    for target in _targets(config, resolved, shape):
         open_stage = resolved.stage == "auto"
         configured = target == (evolve(resolved, stage=target.stage) if open_stage else resolved)
         run = config if configured and not open_stage else _with(config, target)
@@ -56,7 +56,7 @@ def _with(config: Config, target: Resolved) -> Config:
     return evolve(config, **sections)
 
 
-def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
+def _targets(config: Config, resolved: Resolved, shape: ModelShape) -> Iterator[Resolved]:
     configured_offload = (resolved.offload_optimizer, resolved.offload_param)
     for stage in STAGE_COSTS:
         for optimizer, weights in dict.fromkeys((*OFFLOADS, configured_offload)):
@@ -70,6 +70,7 @@ def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
                     precision=config.model.dtype,
                     version=installed_version(),
                 )
+                check_fp32(config, target, shape)
             except RLHFError:
                 continue
             yield target

@@ -51,8 +51,9 @@ def states(
     with DeepSpeed's settings `zero`. Stage 3 keeps `gathered` elements beside the shards."""
     stage, offloaded = zero["stage"], "offload_optimizer" in zero
     size = bytes_per_parameter(config, shape, stage=stage)
-    weights = shape.parameters * size.weight
-    gradients = shape.trainable * size.gradient
+    in_fp32 = shape.fp32 * (4 - size.weight)
+    weights = shape.parameters * size.weight + in_fp32
+    gradients = shape.trainable * size.gradient + shape.fp32_trainable * (4 - size.gradient)
     updated = int((1 - host_share(zero)) * shape.trainable) // (world if stage >= 1 else 1)
     if stage >= 2:
         # With the optimizer on the host, gradients are added up there; masters on the accelerator
@@ -64,7 +65,7 @@ def states(
         weights = (0 if "offload_param" in zero else shards) + gathered * size.weight
     if config.model.quantize:
         whole = shape.head + shape.lookup + shape.trainable
-        weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
+        weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0)) + in_fp32
     return {
         "weights": weights,
         "gradients": gradients,

@@ -1,6 +1,7 @@
 """From a model and its plan to an engine."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.partial import keep_on_accelerator
 from rlhf_plugin_deepspeed.patches.gathering import prepare_gathering
 from rlhf_plugin_deepspeed.patches.install import replace, run_scope
-from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
+from rlhf_plugin_deepspeed.patches.stage_3 import by_dtype, patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
 from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
@@ -31,8 +32,6 @@ from rlhf_plugin_deepspeed.stepping import CHECKS_BY_NORM, choose_step, has_mast
 from rlhf_plugin_deepspeed.tensor import divide
 from rlhf_plugin_deepspeed.versions import installed_version, older
 from rlhf_plugin_deepspeed.weights import BackendSharding, sharded_creation
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_training(
@@ -45,14 +44,18 @@ def prepare_training(
     mesh: Mesh,
 ) -> TrainingEngine:
     """Return an engine that trains `model`. Collective."""
-    layers = _unify(model, plan, mesh)
+    layers = _divide(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
+    fp32 = _in_fp32(model, plan)
     settings = _settings(model, plan, mesh, rounded=rounded)
+    if any(item.requires_grad for item in fp32) and plan.stage == 3:
+        # Gradients that are reduced together need one dtype, which the buffer gives them.
+        settings["zero_optimization"]["contiguous_gradients"] = True
     files = state_files(plan)
-    with files, rate_zero(optimizer), reduced_by_parameter(layers):
+    with files, rate_zero(optimizer), reduced_by_parameter(layers), by_dtype(plan):
         runner, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer,
+            optimizer=_uncast(fp32, optimizer) if fp32 and plan.stage < 3 else optimizer,
             config=settings,
             mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
@@ -89,7 +92,7 @@ def prepare_inference(
     """Return an engine that only runs `model`; below stage 3 it needs no DeepSpeed. Collective."""
     model.requires_grad_(False)
     model.eval()
-    _unify(model, plan, mesh)
+    _divide(model, plan, mesh)
     if plan.stage < 3:
         runner: nn.Module = model.to(mesh.device)
     else:
@@ -106,6 +109,25 @@ def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None
             f"a gradient flows through the {role}, which is frozen and in shards; detach what the "
             "trainer passes to it, or set deepspeed.frozen to 0"
         )
+
+
+def _in_fp32(model: nn.Module, plan: ZeroPlan) -> list[nn.Parameter]:
+    """Return the parameters that are in fp32 where the plan has another precision."""
+    found = [item for item in model.parameters() if item.dtype == torch.float32]
+    return [] if plan.precision == "fp32" else found
+
+
+def _uncast(fp32: list[nn.Parameter], optimizer: Optimizer) -> Callable[[Any], Optimizer]:
+    """Return what DeepSpeed asks for the optimizer, after it has cast all parameters: those in
+    `fp32` get their values back first."""
+    values = [item.data for item in fp32]
+
+    def built(_: Any) -> Optimizer:
+        for item, value in zip(fp32, values, strict=True):
+            item.data = value.to(item.device)
+        return optimizer
+
+    return built
 
 
 def _settings(model: nn.Module, plan: ZeroPlan, mesh: Mesh, *, rounded: bool) -> dict[str, Any]:
@@ -131,13 +153,11 @@ def _settings(model: nn.Module, plan: ZeroPlan, mesh: Mesh, *, rounded: bool) ->
     return settings
 
 
-def _unify(model: nn.Module, plan: ZeroPlan, mesh: Mesh) -> list[nn.Module]:
-    """Give all that is trained one dtype: adapters come in fp32, which ZeRO-3 would mix with
-    weights in the plan's. Returns the layers that ZeRO-3 gathers as one."""
-    dtype = DTYPES[plan.precision]
+def _divide(model: nn.Module, plan: ZeroPlan, mesh: Mesh) -> list[nn.Module]:
+    """Divide `model` as planned. Returns the layers that ZeRO-3 gathers as one."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
-            parameter.data = parameter.data.to(dtype).contiguous()
+            parameter.data = parameter.data.contiguous()
     if plan.tensor > 1:
         register_sharding(BackendSharding())
         divide(model, mesh.tensor)

@@ -71,6 +71,9 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
     names = _names(module)
     sources = mesh.on_rank_zero(lambda: _sources(names, weights))
     for parameter, source in zip(names, sources, strict=True):
+        for shard in BackendSharding().shards(parameter):
+            # DeepSpeed creates all parameters in one dtype; some are in fp32.
+            shard.data = shard.data.to(parameter.dtype)
         if source is None:
             continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():

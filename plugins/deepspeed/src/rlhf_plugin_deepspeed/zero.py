@@ -5,7 +5,7 @@ from typing import Any
 from attrs import evolve
 
 from rlhf.engine import GIB, Mesh, ModelShape, gib
-from rlhf.errors import counted
+from rlhf.errors import RLHFError, counted
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, resolve, settings_of
@@ -35,10 +35,26 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) ->
         stage, why = _choose_stage(config, resolved, shape, mesh, occupied)
     assert isinstance(stage, int)
     resolved, optimizer = evolve(resolved, stage=stage), title(config.optim)
+    check_fp32(config, resolved, shape)
     made = plan_at(config, mesh, shape, resolved, why=why, trained=optimizer)
     skips = resolved.offload_optimizer and config.backend_section.offload_states == "always"
     more = ", so that offload_states is skipped" if skips else ""
     return evolve(made, summary=made.summary + more + restricted(config))
+
+
+def check_fp32(config: Config, resolved: Resolved, shape: ModelShape) -> None:
+    """Raise RLHFError for a setting with which DeepSpeed trains all weights in one dtype, if some
+    of them stay in fp32."""
+    if config.model.dtype == "fp32" or not shape.fp32_trainable:
+        return
+    settings = settings_of(config, resolved)
+    for name in ("deepspeed.offload_param", "deepspeed.nvme_path", "optim.states bf16"):
+        if name in settings:
+            raise RLHFError(
+                f"{name} cannot be combined with trained weights that transformers keeps in fp32, "
+                f"which model.path {config.model.path} has; remove it, or train an adapter with "
+                "lora"
+            )
 
 
 def plan_at(

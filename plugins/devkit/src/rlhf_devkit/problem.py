@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Mesh, ModelShape, Plan, StateKind
+from rlhf.model.architecture import DTYPES
 from rlhf.train.checkpointing import RUN, restore_schedule
 from rlhf.train.exporting import whole_weights as gathered
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
@@ -170,7 +171,9 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
     plan, module = load(backend, case, mesh, "policy", trained=True)
     if case.adapter:
         targets = ["up", "down"]
-        module.model = get_peft_model(module.model, LoraConfig(r=2, target_modules=targets))
+        module.model = get_peft_model(
+            module.model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False
+        )
     else:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in case.frozen)
@@ -206,6 +209,8 @@ def load(backend: Any, case: Case, mesh: Mesh, role: str, *, trained: bool) -> t
     else:
         model = TinyModel(tied=case.tied)
         model.load_state_dict(weights)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[plan.precision])
     return plan, Packed(model)
 
 

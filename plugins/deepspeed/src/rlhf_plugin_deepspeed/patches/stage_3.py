@@ -1,12 +1,14 @@
 """ZeRO-3: zeros for missing gradients, gatherings after updates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero import parameter_offload, stage3
 from deepspeed.runtime.zero.parameter_offload import PartitionedParameterCoordinator as Coordinator
 from torch import Tensor
 
@@ -32,6 +34,41 @@ def forget_modules() -> None:
     replace("fresh-modules", parameter_offload, FWD_MODULE_STACK=[])
     name = check_target("fresh-modules", Coordinator, "__params_to_release")
     replace("fresh-modules", Coordinator, __params_to_release=cache(plain(vars(Coordinator)[name])))
+
+
+class Buffers:
+    """Flat buffers of several dtypes in place of DeepSpeed's one, of which it takes parts."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self._buffers = buffers
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        """Return a part, counted in elements over all buffers."""
+        for buffer in self._buffers:
+            if start < buffer.numel():
+                return buffer.narrow(dim, start, length)
+            start -= buffer.numel()
+        raise AssertionError("DeepSpeed takes more than there is")
+
+
+@contextmanager
+def by_dtype(plan: ZeroPlan) -> Iterator[None]:
+    """Let DeepSpeed's initialization lay weights of several dtypes side by side, each for itself.
+    Groups of the optimizer have one dtype, and come in the order of dtypes."""
+    if plan.stage != 3:
+        yield
+        return
+    lay = stage3.defragment
+
+    def defragment(tensors: list[Tensor]) -> Tensor | Buffers:
+        parts = [list(part) for _, part in groupby(tensors, lambda item: item.dtype)]
+        return lay(tensors) if len(parts) == 1 else Buffers([lay(part) for part in parts])
+
+    restore = replace("several-dtypes", stage3, defragment=defragment)
+    try:
+        yield
+    finally:
+        restore()
 
 
 class MissingGradients:

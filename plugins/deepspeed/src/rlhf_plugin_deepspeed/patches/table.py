@@ -166,6 +166,13 @@ PATCHES = {
         "after a step, and modules searched for their parameters once",
         gain="336 -> 315 ms a step on two GPUs (1.5B); 270 -> 205 ms of a CPU rank's time",
     ),
+    "several-dtypes": Patch(
+        targets=(
+            f"{ZERO}.stage3:defragment(tensors)", f"{STAGE_3}._set_fp16_partitioned_groups_flat()",
+        ),
+        stages=(3,), kind="correctness",
+        reason="some weights stay in fp32; DeepSpeed lays all shards side by side in one dtype",
+    ),
     "gather-after-update": Patch(
         targets=(f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload.__allgather_stream",),
         stages=(3,), kind="correctness",

@@ -50,7 +50,7 @@ class RunRecord:
     folder: Path
     """The run folder."""
     config: Config
-    """The whole configuration."""
+    """The whole configuration, with the run's choices in place of `auto`."""
     steps: int
     """Optimizer steps of the whole schedule."""
     id: str = ""

@@ -53,7 +53,8 @@ class Request:
     name: str
     """The trainer's name."""
     config: Config
-    """The checked configuration."""
+    """The checked configuration, as requested. That of a run is resolved: it has the run's choices
+    in place of `auto`."""
     plugin: TrainerPlugin
     """The trainer's record."""
     demo: bool = False

@@ -61,6 +61,15 @@ class RunRecord:
     """How each model runs, by role, as in plan.json."""
 
 
+MEASURED = frozenset({"tokens_per_s", "mfu", "peak_memory_gib", "padding"})
+"""Core's metrics that depend on the machine."""
+CORE_METRICS = MEASURED | {
+    "step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "skipped_steps",
+    "router_loss",
+}  # fmt: skip
+"""Names in `metrics.jsonl` that core writes itself."""
+
+
 def curves(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are one number, named as curves: `train/loss`, `eval/loss`."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}

@@ -3,17 +3,20 @@ its answers, and a convolution reads the tokens before on the path.
 
 transformers calls convolutions and scans as functions of a family's module, with the decoder's
 keyword `seq_idx`. `run_trees` replaces these functions. Where `seq_idx` is a `Segments` they
-compute trees by the original functions, else they are the original functions.
+compute trees, by the original functions or a library's scan, else they are the original functions.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf.model.accelerated import kernel
 from rlhf.model.masks import Tree
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -40,11 +43,13 @@ class Segment(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Segments of similar lengths as rows [S, L] of indices in a packed row of T tokens, T for
-    padding. `parents` [S] are the indices of their prompts in the states of the groups before."""
+    """Segments as rows of indices in a packed row of T tokens: those of similar lengths [S, L], T
+    for padding, or all of them end to end [1, L], each from one of `offsets` [S + 1] to the next.
+    `parents` [S] are the indices of their prompts in the states of the groups before."""
 
     places: Tensor
     parents: Tensor | None
+    offsets: Tensor | None = None
 
 
 class Segments:
@@ -105,6 +110,32 @@ class Segments:
             self._groups[chunk] = groups, self._tensor(back)
         return self._groups[chunk]
 
+    def sequences(self) -> tuple[list[Group], Tensor]:
+        """Return the same without padding: one group of the segments that start a path, and one of
+        those that follow."""
+        if 0 not in self._groups:
+            starts = [number for number, one in enumerate(self.segments) if one.parent is None]
+            follow = [number for number, one in enumerate(self.segments) if one.parent is not None]
+            rows = {number: row for row, number in enumerate(starts)}
+            groups, order = [], []
+            for numbers in filter(None, (starts, follow)):
+                places = [place for number in numbers for place in self.segments[number].tokens]
+                sizes = [len(self.segments[number].tokens) for number in numbers]
+                parents = [rows[parent] for number in numbers
+                           if (parent := self.segments[number].parent) is not None]  # fmt: skip
+                offsets = self._tensor([0, *accumulate(sizes)])
+                groups.append(
+                    Group(
+                        self._tensor([places]), self._tensor(parents) if parents else None, offsets
+                    )
+                )
+                order += places
+            back = [0] * self.num_tokens
+            for index, place in enumerate(order):
+                back[place] = index
+            self._groups[0] = groups, self._tensor(back)
+        return self._groups[0]
+
     def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.device)
 
@@ -157,7 +188,7 @@ def tree_function(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             return None
         if name == CONVOLUTION:
             return tree_convolution(own, segments, *args, **kwargs)
-        return tree_scan(own, segments, *SCANS[name], args, kwargs)
+        return tree_scan(name, own, segments, args, kwargs)
 
     return function
 
@@ -173,31 +204,41 @@ def tree_convolution(
 
 
 def tree_scan(
+    name: str,
     own: Callable[..., Any],
     segments: Segments,
-    initial: str,
-    final: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return what the scan `own` returns, whose arguments of shape [1, T, ...] are of the row."""
-    groups, back = segments.groups(kwargs.get("chunk_size", CHUNK))
+    """Return what the scan `name` returns, `own` in transformers, whose arguments of shape
+    [1, T, ...] are of the row."""
+    initial, final = SCANS[name]
+    # transformers may have chosen a library itself, whose backward nothing has tried.
+    run, ragged = inspect.unwrap(own), False
+    library = kernel("scan", segments.device)
+    if library is not None and (found := library(name, run, args, kwargs)) is not None:
+        run, ragged = found.run, found.ragged
+    groups, back = (
+        segments.sequences() if ragged else segments.groups(kwargs.get("chunk_size", CHUNK))
+    )
     row = (1, segments.num_tokens)
 
     def rows(value: Any, places: Tensor) -> Any:
         """Return [S, L, ...] of an argument of the row, others as they are."""
         if not isinstance(value, Tensor) or value.dim() < 3 or value.shape[:2] != row:
             return value
-        padded = torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
+        padded = value[0] if ragged else torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
         return padded.index_select(0, places.flatten()).unflatten(0, places.shape)
 
     outputs: list[Tensor] = []
     states: list[Tensor] = []
-    for places, parents in groups:
+    for places, parents, offsets in groups:
         positional = [rows(value, places) for value in args]
-        named = {name: rows(value, places) for name, value in kwargs.items()}
+        named = {key: rows(value, places) for key, value in kwargs.items()}
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
-        output, state = own(*positional, **named | {final: True})
+        if offsets is not None:
+            named["cu_seqlens"] = offsets
+        output, state = run(*positional, **named | {final: True})
         outputs.append(output.flatten(0, 1))
         if parents is None:
             states.append(state)

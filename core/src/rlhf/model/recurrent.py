@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf.devices import on_device
 from rlhf.model.accelerated import kernel
 from rlhf.model.masks import Tree
 
@@ -119,24 +121,25 @@ class Segments:
             rows = {number: row for row, number in enumerate(starts)}
             groups, order = [], []
             for numbers in filter(None, (starts, follow)):
-                places = [place for number in numbers for place in self.segments[number].tokens]
-                sizes = [len(self.segments[number].tokens) for number in numbers]
+                parts = [self.segments[number].tokens for number in numbers]
+                places = np.concatenate([np.arange(part.start, part.stop) for part in parts])
                 parents = [rows[parent] for number in numbers
                            if (parent := self.segments[number].parent) is not None]  # fmt: skip
-                offsets = self._tensor([0, *accumulate(sizes)])
+                offsets = self._tensor([0, *accumulate(map(len, parts))])
+                order.append(places)
                 groups.append(
                     Group(
-                        self._tensor([places]), self._tensor(parents) if parents else None, offsets
+                        self._tensor(places)[None],
+                        self._tensor(parents) if parents else None,
+                        offsets,
                     )
                 )
-                order += places
-            back = [0] * self.num_tokens
-            for index, place in enumerate(order):
-                back[place] = index
-            self._groups[0] = groups, self._tensor(back)
+            self._groups[0] = groups, self._tensor(np.argsort(np.concatenate(order)))
         return self._groups[0]
 
-    def _tensor(self, values: list[Any]) -> Tensor:
+    def _tensor(self, values: Any) -> Tensor:
+        if self.device.type == "cuda":
+            return on_device(values, self.device)
         return torch.tensor(values, device=self.device)
 
 

@@ -45,7 +45,7 @@ def module_of(name: str) -> PackedModel:
 
 
 def own_of(module: PackedModel, function: str) -> Function:
-    """The torch function in the place of a library's."""
+    """The torch function in the place of a library's, with its form of arguments and results."""
     name = next(name for name, library in LIBRARIES.items() if library.function == function)
     found = next(
         vars(code)[name] for code in recurrent.code_of(module.causal) if name in vars(code)
@@ -111,8 +111,8 @@ def test_a_library_computes_trees_as_torch_does(name: str, use: Any) -> None:
 
 def scaled(own: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        output, state = own(*args, **kwargs)
-        return 2 * output, state
+        result = own(*args, **kwargs)
+        return (2 * result[0], result[1]) if isinstance(result, tuple) else 2 * result
 
     return run
 
@@ -129,10 +129,11 @@ def raising_in_backward(own: Function) -> Function:
         raise RuntimeError("wrong results on this device")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        output, state = own(*args, **kwargs)
+        result = own(*args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
         if output.requires_grad:
             output.register_hook(refuse)
-        return output, state
+        return result
 
     return run
 
@@ -153,10 +154,11 @@ def test_a_library_that_is_wrong_here_is_not_used(wrong: Any, problem: str, use:
     use(lambda function: wrong(ragged(own_of(module, function), [])))
     with pytest.warns(UserWarning, match=SAID) as caught:
         theirs = values(module)
-    [message] = [str(one.message) for one in caught]
-    assert message.startswith(
-        f"recurrent layers run in plain torch, since flash-linear-attention {problem}"
-    )
+    # One for the convolutions and one for the scans.
+    messages = [str(one.message) for one in caught]
+    assert len(messages) == 2
+    for message in messages:
+        assert message.startswith(f"{SAID}, since flash-linear-attention {problem}")
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # It is said once.
@@ -168,8 +170,10 @@ def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:
     with pytest.warns(UserWarning, match=SAID) as caught:
         values(module_of("Bamba"))
     assert [str(one.message) for one in caught] == [
+        "recurrent layers run in plain torch, since flash-linear-attention is not installed; run "
+        "`pip install 'rlhf-kernels[fla]'`",
         "recurrent layers run in plain torch, since mamba-ssm is not installed; run "
-        "`pip install --no-build-isolation mamba-ssm`"
+        "`pip install --no-build-isolation mamba-ssm`",
     ]
 
 

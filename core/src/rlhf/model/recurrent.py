@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.devices import on_device
-from rlhf.model.accelerated import kernel
+from rlhf.model.accelerated import Scan, kernel
 from rlhf.model.masks import Tree
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -31,7 +31,7 @@ SCANS = {
 FUSED = "mamba2_split_conv1d_scan_combined"
 """Convolution and scan of Mamba 2 in one kernel; None in place of its result runs the two."""
 CHUNK = 64
-"""Tokens that a scan computes at a time, unless it has the argument `chunk_size`."""
+"""Tokens that a scan in torch computes at a time, unless its argument `chunk_size` is smaller."""
 
 
 class Segment(NamedTuple):
@@ -197,13 +197,37 @@ def tree_function(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tree_convolution(
-    own: Callable[..., Tensor], segments: Segments, states: Tensor, weight: Tensor, *args: Any,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Return `own` of `states` [1, C, T] with `weight` [C, width] along the paths of the tree."""
+    own: Callable[..., Tensor],
+    segments: Segments,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return `own` of `hidden_states` [1, C, T] with `weight` [C, width] along the paths of the
+    tree."""
     places, back = segments.paths(weight.shape[-1] - 1)
-    row = pad(states, (0, 1)).index_select(2, places)
-    return own(row, weight, *args, **kwargs).index_select(2, back)
+    # Rows of tokens, as the layer had them before it transposed them.
+    row = pad(hidden_states[0].mT, (0, 0, 0, 1)).index_select(0, places).mT[None]
+    options = {"bias": bias, "activation": activation}
+    run = scan_of(CONVOLUTION, own, segments, (row, weight), options).run
+    return run(row, weight, **options)[0].mT.index_select(0, back).mT[None]
+
+
+def scan_of(
+    name: str,
+    own: Callable[..., Any],
+    segments: Segments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Scan:
+    """Return what computes the convolution or scan `name`, `own` in transformers."""
+    # transformers may have chosen a library itself, whose backward nothing has tried.
+    own = inspect.unwrap(own)
+    choose = kernel("scan", segments.device)
+    found = None if choose is None else choose(name, own, args, kwargs)
+    return found or Scan(own, ragged=False)
 
 
 def tree_scan(
@@ -216,14 +240,12 @@ def tree_scan(
     """Return what the scan `name` returns, `own` in transformers, whose arguments of shape
     [1, T, ...] are of the row."""
     initial, final = SCANS[name]
-    # transformers may have chosen a library itself, whose backward nothing has tried.
-    run, ragged = inspect.unwrap(own), False
-    library = kernel("scan", segments.device)
-    if library is not None and (found := library(name, run, args, kwargs)) is not None:
-        run, ragged = found.run, found.ragged
-    groups, back = (
-        segments.sequences() if ragged else segments.groups(kwargs.get("chunk_size", CHUNK))
-    )
+    # Segments are shorter than the chunks of some families, which torch would fill up.
+    chunk = min(kwargs.get("chunk_size", CHUNK), CHUNK)
+    run, ragged = scan_of(name, own, segments, args, kwargs)
+    if run is inspect.unwrap(own) and "chunk_size" in kwargs:
+        kwargs["chunk_size"] = chunk
+    groups, back = segments.sequences() if ragged else segments.groups(chunk)
     row = (1, segments.num_tokens)
 
     def rows(value: Any, places: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""Which library computes the scan of a recurrent layer on CUDA, each where it gives the values and
-gradients of transformers' torch function: flash-linear-attention for Gated DeltaNet (Yang et al.,
-arXiv 2412.06464) and KDA (arXiv 2510.26692), mamba-ssm for Mamba 2 (Dao and Gu, arXiv
-2405.21060)."""
+"""Which library computes the convolution and the scan of a recurrent layer on CUDA, each where it
+gives the values and gradients of transformers' torch function: flash-linear-attention for Gated
+DeltaNet (Yang et al., arXiv 2412.06464), KDA (arXiv 2510.26692) and short convolutions, mamba-ssm
+for Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
 
 import inspect
 import warnings
@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from rlhf.errors import first_line
 from rlhf.kernels import Scan
-from rlhf_kernels.meta import MetaScan
+from rlhf_kernels.meta import MetaConvolution, MetaScan
 
 AGREEMENT = 2e-2
 """Largest accepted error, as a share of the norm: rounding to bf16 gives 5e-3."""
@@ -24,6 +24,7 @@ OFFSETS = (0, 100, 250)
 """The two sequences that are compared, in a row of so many tokens."""
 CHUNK = 64
 """Tokens that flash-linear-attention computes at a time."""
+CONVOLUTION = "causal_conv1d_fn"
 INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
@@ -36,26 +37,30 @@ class Library(NamedTuple):
     package: str
     module: str
     function: str
-    ragged: bool
     install: str
+    ragged: bool = False
+    kept: int = 0
+    """Numbers that are kept for each token and head beside inputs and output."""
 
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises ImportError if it is not installed."""
         return load(self.module, self.function)
 
 
-FLA = "pip install 'rlhf-kernels[fla]'"
+FLA = ("flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
+MAMBA = ("mamba-ssm", "pip install --no-build-isolation mamba-ssm")
 LIBRARIES = {
     "torch_chunk_gated_delta_rule": Library(
-        "flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", True, FLA
+        FLA[0], "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", FLA[1], True, CHUNK
     ),
     "chunk_kimi_delta_attention": Library(
-        "flash-linear-attention", "fla.ops.kda", "chunk_kda", True, FLA
+        FLA[0], "fla.ops.kda", "chunk_kda", FLA[1], True, 2 * CHUNK
     ),
     "mamba2_chunk_scan": Library(
-        "mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", False,
-        "pip install --no-build-isolation mamba-ssm",
+        MAMBA[0], "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", MAMBA[1],
+        kept=4,
     ),
+    CONVOLUTION: Library(FLA[0], "fla.modules.causal_conv1d", "causal_conv1d", FLA[1]),
 }  # fmt: skip
 
 
@@ -68,7 +73,11 @@ def load(module: str, function: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return found(*args, **{name: kwargs[name] for name in kwargs.keys() & names})
 
-    return run
+    def tokens_first(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = run(states.transpose(1, 2), *args, **kwargs)[0]
+        return output.transpose(1, 2)
+
+    return tokens_first if function == "causal_conv1d" else run
 
 
 class Scans:
@@ -93,19 +102,14 @@ class Scans:
         on_gpu = torch.cuda.is_available()
         if on_gpu and self.problem(library, own, values, torch.device("cuda")):
             return None
-        return Scan(partial(rehearsed, own), library.ragged)
+        stand_in = rehearsed_convolution if name == CONVOLUTION else rehearsed
+        return Scan(partial(stand_in, own, library.kept), library.ragged)
 
     def problem(
         self, library: Library, own: Callable[..., Any], values: Values, device: torch.device
     ) -> str | None:
         """Return why a scan does not use its library; the first time also as a warning."""
-        kinds = {
-            name: (value.dtype, value.shape[2:] or value.shape)
-            if isinstance(value, Tensor)
-            else repr(value)
-            for name, value in values.items()
-        }
-        key = library, device.type, *kinds.items()
+        key = library, device.type, *((name, kind(name, value)) for name, value in values.items())
         if key not in self._problems:
             self._problems[key] = problem = disagreement(library, own, values, device)
             if problem is not None:
@@ -114,6 +118,20 @@ class Scans:
                     stacklevel=2,
                 )
         return self._problems[key]
+
+
+def kind(name: str, value: Any) -> Any:
+    """Return what the choice of a library depends on: of the tensors of a row not its length."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if is_convolved(name, value):
+        return value.dtype, value.shape[1]
+    return value.dtype, value.shape[2:] or value.shape
+
+
+def is_convolved(name: str, value: Tensor) -> bool:
+    """Return whether an argument is the row of a convolution [1, C, T]."""
+    return name == "hidden_states" and value.dim() == 3
 
 
 def disagreement(
@@ -125,24 +143,31 @@ def disagreement(
         run = library.load()
     except ImportError:
         return f"is not installed; run `{library.install}`"
-    final = next(name for name in INITIAL if name in inspect.signature(own).parameters)
-    drawn = random_values(own, values, device) | {final: True, INITIAL[final]: None}
-    with torch.no_grad():
-        state = one_by_one(own, drawn)[1]
+    drawn = random_values(own, values, device)
     generator = torch.Generator(device).manual_seed(1)
-    weights = [
-        torch.randn(shape, generator=generator, device=device)
-        for shape in ((1, OFFSETS[-1], 1, 1), state.shape)
-    ]
-    drawn[INITIAL[final]] = normalize(weights[1], dim=-1).to(state.dtype)
-    forward = end_to_end if library.ragged else one_by_one
+    forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
+    own_forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
+    if library.function == "causal_conv1d":
+        forward, own_forward = convolved, convolved
+        weights = [torch.randn(drawn["hidden_states"].shape, generator=generator, device=device)]
+    else:
+        forward, own_forward = end_to_end if library.ragged else one_by_one, one_by_one
+        final = next(name for name in INITIAL if name in inspect.signature(own).parameters)
+        drawn |= {final: True, INITIAL[final]: None}
+        with torch.no_grad():
+            state = one_by_one(own, drawn)[1]
+        weights = [
+            torch.randn(shape, generator=generator, device=device)
+            for shape in ((1, OFFSETS[-1], 1, 1), state.shape)
+        ]
+        drawn[INITIAL[final]] = normalize(weights[1], dim=-1).to(state.dtype)
     try:
         theirs = values_and_gradients(partial(forward, run), drawn, weights)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # No such kernel for this device or version: each raises its own.
         return f"does not run here: {first_line(error)}"
-    ours = values_and_gradients(partial(one_by_one, own), drawn, weights)
+    ours = values_and_gradients(partial(own_forward, own), drawn, weights)
     errors = [(a - b).norm() / b.norm() for a, b in zip(theirs, ours, strict=True)]
     largest = float(torch.stack(errors).max())
     return None if largest < AGREEMENT else f"differs by {largest:.1e} of the norm"
@@ -160,6 +185,8 @@ def random_values(own: Callable[..., Any], values: Values, device: torch.device)
                 drawn[name] = value
             continue
         shape = (1, OFFSETS[-1], *value.shape[2:]) if value.dim() > 2 else value.shape
+        if is_convolved(name, value):
+            shape = (1, value.shape[1], OFFSETS[-1])
         numbers = torch.randn(shape, generator=generator, device=device)
         if name in ("g", "A"):
             numbers = -numbers.abs() / 8
@@ -169,6 +196,11 @@ def random_values(own: Callable[..., Any], values: Values, device: torch.device)
             numbers = normalize(numbers, dim=-1)
         drawn[name] = numbers.to(value.dtype)
     return drawn
+
+
+def convolved(run: Callable[..., Any], values: Values) -> tuple[Tensor]:
+    """Return the output of a convolution."""
+    return (call(run, values),)
 
 
 def end_to_end(run: Callable[..., Any], values: Values) -> tuple[Tensor, Tensor]:
@@ -203,9 +235,9 @@ def call(run: Callable[..., Any], values: Values) -> Any:
 
 
 def values_and_gradients(
-    forward: Callable[[Values], tuple[Tensor, Tensor]], values: Values, weights: Sequence[Tensor]
+    forward: Callable[[Values], Sequence[Tensor]], values: Values, weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return output and final states, and the gradients of their weighted sum, in float32."""
+    """Return the results and the gradients of their weighted sum, in float32."""
     with torch.enable_grad():
         leaves = {
             name: value.detach().requires_grad_()
@@ -219,7 +251,17 @@ def values_and_gradients(
     return [one.detach().float() for one in (*results, *gradients)]
 
 
-def rehearsed(own: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def rehearsed_convolution(
+    own: Callable[..., Any], kept: int, states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a library's convolution on the meta device."""
+    output: Tensor = MetaConvolution.apply(states, weight)
+    return output
+
+
+def rehearsed(
+    own: Callable[..., Any], kept: int, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     """Run a library's scan on the meta device: `own` computes the first token of each row, which
     has the shapes of the results."""
     rows, length = args[0].shape[:2]
@@ -239,6 +281,6 @@ def rehearsed(own: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tenso
     found: tuple[Tensor, Tensor] = MetaScan.apply(
         output.new_empty(rows, length, *output.shape[2:]),
         state.new_empty(num_states, *state.shape[1:]),
-        kwargs.get("chunk_size", CHUNK), *inputs,
+        kept, kwargs.get("chunk_size", CHUNK), *inputs,
     )  # fmt: skip
     return found

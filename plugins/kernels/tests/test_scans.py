@@ -1,6 +1,8 @@
 """Scans of recurrent layers by a library, with stand-ins for the libraries on the CPU."""
 
 import inspect
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -163,6 +165,25 @@ def test_a_library_that_is_wrong_here_is_not_used(wrong: Any, problem: str, use:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # It is said once.
         values(module)
+
+
+def test_the_convolution_of_the_library_has_tokens_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def causal_conv1d(
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> tuple[Tensor, None]:
+        return x * weight[:, -1] + bias, None
+
+    module = types.ModuleType("fla.modules.causal_conv1d")
+    module.causal_conv1d = causal_conv1d  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.modules", types.ModuleType("fla.modules"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    scans.load.cache_clear()
+    run = LIBRARIES["causal_conv1d_fn"].load()
+    scans.load.cache_clear()
+    states, weight, bias = torch.randn(1, 3, 5), torch.randn(3, 4), torch.randn(3)
+    found = run(states, weight, bias=bias, activation="silu", seq_idx=None)
+    torch.testing.assert_close(found, states * weight[:, -1:] + bias[:, None])
 
 
 def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:

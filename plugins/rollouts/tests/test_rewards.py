@@ -192,36 +192,44 @@ def test_a_function_that_ends_its_process_is_named(closing: list[Rewards]) -> No
     with pytest.raises(RLHFError) as raised:
         scored(rewards, ["5"])
     assert str(raised.value) == (
-        "reward 'dies': its process ended with exit code 7; a function must return, also if it "
-        "cannot score an answer"
+        "reward 'dies': its process ended with exit code 7 in a call; correct the function"
     )
 
 
+NO_TEXTS = "takes none of prompts, completions, completion_ids; add the parameter completions"
+
+
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "code", "message"),
     [
-        ("no_such_module:score", "no_such_module cannot be imported: ModuleNotFoundError: No "
-         "module named 'no_such_module' (<frozen importlib._bootstrap>:1140)"),
-        ("missing.py:score", "missing.py cannot be imported: FileNotFoundError: there is no file "
-         f"{Path.cwd() / 'missing.py'} (functions.py:"),
-        (f"{FILE}:no_texts", "takes none of prompts, completions, completion_ids; add the "
-         "parameter completions"),
-        (f"{FILE}:not_a_function", f"{FILE} has no function 'not_a_function'; available: "),
+        ("no_such_module:score", "", "no_such_module cannot be imported: ModuleNotFoundError: No "
+         "module named 'no_such_module'"),
+        ("{folder}/missing.py:score", "", "{folder}/missing.py does not exist; correct the path in "
+         "`function`"),
+        ("{folder}/mine.py:score", "def score(answer): ...", NO_TEXTS),
+        ("{folder}/mine.py:scor", "def score(): ...", "{folder}/mine.py has no function 'scor'; "
+         "available: score"),
+        ("{folder}/mine.py:score", "score = 3", "{folder}/mine.py has no function 'score'; "
+         "available: none"),
+        ("{folder}/mine.py:score", "import os\nos.x", "{folder}/mine.py cannot be imported: "
+         "AttributeError: module 'os' has no attribute 'x' (mine.py:2)"),
+        ("{folder}/mine.py:score", "def", "{folder}/mine.py cannot be imported: SyntaxError: "
+         "invalid syntax (mine.py, line 1)"),
     ],
 )  # fmt: skip
-def test_functions_are_found_and_checked_before_anything_loads(path: str, message: str) -> None:
+def test_functions_are_found_and_checked_before_anything_loads(
+    path: str, code: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
     with pytest.raises(RLHFError) as raised:
-        load(path, {})
-    assert str(raised.value).startswith(message.partition(" (<frozen")[0])
+        load(path.format(folder=tmp_path), {})
+    assert str(raised.value) == message.format(folder=tmp_path)
 
 
 def test_the_error_of_the_start_names_the_reward() -> None:
     with pytest.raises(RLHFError) as raised:
         Rewards([spec("length"), spec("no_texts")])
-    assert str(raised.value) == (
-        "reward 'no_texts': takes none of prompts, completions, completion_ids; add the parameter "
-        "completions"
-    )
+    assert str(raised.value) == f"reward 'no_texts': {NO_TEXTS}"
 
 
 def test_options_are_keyword_arguments() -> None:
@@ -233,7 +241,7 @@ def test_options_are_keyword_arguments() -> None:
 def test_columns_that_rewards_need_are_checked(closing: list[Rewards]) -> None:
     specs = [RewardSpec(function="exact", when={"source": "gsm8k"}), spec("length")]
     closing.append(rewards := Rewards(specs))
-    rewards.check_columns(["answer", "source"])
+    rewards.check_columns(["answer", "source", "completion_ids"])
     for columns, message in (
         ([], "reward 'exact' needs the column 'answer'; the rows have no columns"),
         (["answer", "id"], "reward 'exact' needs the column 'source'; the rows have answer and id"),
@@ -349,6 +357,12 @@ def test_a_state_of_any_kind_reaches_functions() -> None:
     made = attrs.make_class("State", ["global_step"])(3)
     for state in (made, {"global_step": 3}, SimpleNamespace(global_step=3)):
         assert plain_state(state) == {"global_step": 3}
+
+
+def test_entries_that_do_not_fit_the_answers_are_named(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([RewardSpec(function="number")]))
+    with pytest.raises(RLHFError, match="'answer' has 3 entries for 2 answers"):
+        scored(rewards, ["5", "6"], columns={"answer": ["5"] * 3})
 
 
 def test_a_reward_model_needs_a_trainer_that_loads_it(closing: list[Rewards]) -> None:

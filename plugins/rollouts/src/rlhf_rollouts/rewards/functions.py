@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, first_line, listed
 from rlhf_rollouts.rewards import rules
 from rlhf_rollouts.rewards.spec import RULES
 
 TEXTS = ("prompts", "completions", "completion_ids")
 COMMON = (*TEXTS, "trainer_state", "log_extra", "log_metric")
 """The keywords of every call; further ones are columns of the rows."""
+NOT_OWN = ("<", str(Path(__file__).parent), *sysconfig.get_paths().values())
+"""What the names of files begin with that are not the user's: of Python, of packages and ours."""
 ANSWER = "\0"
 """Stands for the answer in the text of an outcome."""
 
@@ -111,12 +114,14 @@ def find(path: str) -> Callable[..., Any]:
     read = module_of if source.endswith(".py") else importlib.import_module
     try:
         module = read(source)
+    except RLHFError:
+        raise
     except Exception as error:  # A module of the user may raise anything.
         raise RLHFError(f"{source} cannot be imported: {described(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise RLHFError(f"{source} has no function {name!r}; available: {', '.join(names)}")
+        raise RLHFError(f"{source} has no function {name!r}; available: {listed(names) or 'none'}")
     return found
 
 
@@ -125,7 +130,7 @@ def module_of(source: str) -> ModuleType:
     """Import a file. Modules in its folder can be imported, after all others."""
     file = Path(source).expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
+        raise RLHFError(f"{file} does not exist; correct the path in `function`")
     sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(f"rewards_in_{file.stem}", file)
     assert spec is not None
@@ -138,10 +143,11 @@ def module_of(source: str) -> ModuleType:
 
 
 def described(error: BaseException) -> str:
-    """Return the type and the first line of an error, and the line of code that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(last.filename).name}:{last.lineno}"
-    return f"{type(error).__name__}: {first_line(error)} ({where})"
+    """Return the type and the first line of an error, and the last line of the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_OWN)]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
 @frozen

@@ -43,7 +43,7 @@ class Worker:
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
         # In a session of its own, it does not get Ctrl-C, and what it starts is killed with it.
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
+            [sys.executable, "-u", "-c", PROGRAM, *arguments],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         theirs.close()
@@ -72,14 +72,15 @@ class Worker:
         try:
             return list(self.connection.recv())
         except (EOFError, ConnectionResetError):
-            text = f"{self.how_ended()}; a function must return, also if it cannot score an answer"
+            text = f"{self.how_ended()} in a call; correct the function"
             return [Outcome(kind="failed", text=text) for _ in task[0]]
 
     def how_ended(self) -> str:
         """Return in words how the process has ended."""
         code = self.process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"its process ended with {how}"
+        full = ", perhaps because the memory of the host is full," if how == "SIGKILL" else ""
+        return f"its process ended with {how}{full}"
 
     def kill(self) -> None:
         """End the process, and those that its functions have started."""
@@ -93,8 +94,8 @@ class Pool:
     """Workers that all have the same functions."""
 
     def __init__(self, sources: Sequence[Source], *, workers: int) -> None:
-        self.workers = [Worker(sources) for _ in range(workers)]
-        self.loaded = self.workers[0].loaded
+        self.workers = [Worker(sources) for _ in range(workers if sources else 0)]
+        self.loaded = self.workers[0].loaded if sources else ()
 
     def outcomes(
         self, waiting: deque[Task], state: Mapping[str, Any]

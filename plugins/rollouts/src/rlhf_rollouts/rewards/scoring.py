@@ -90,7 +90,8 @@ class Rewards:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise RLHFError unless the rows have the columns that the rewards need."""
-        if taken := {*COMMON} & {*columns}:
+        columns = {*columns} - {*NOT_PASSED}
+        if taken := {*COMMON} & columns:
             raise RLHFError(
                 f"the rows have a column {min(taken)!r}, which is an argument of every reward "
                 "function; rename the column"
@@ -122,7 +123,11 @@ class Rewards:
         Answers that are not scored then are unscorable, which a line on standard error says. More
         than half of them are an error.
         """
-        scored = scored or {}
+        scored, count = scored or {}, len(completions)
+        texts = {"prompts": prompts, "completion_ids": completion_ids}
+        for name, values in {**texts, **columns, **scored}.items():
+            if len(values) != count:
+                raise RLHFError(f"{name!r} has {len(values)} entries for {count} answers")
         for spec in self.specs:
             if spec.model and spec.label not in scored:
                 raise RLHFError(
@@ -159,7 +164,7 @@ class Rewards:
                     self._check_lost(call, lost[call.function], len(asked[call.function]))
         if failed is not None:
             raise self._error(*failed, answers, state)
-        return self._scores(results, len(completions), scored)
+        return self._scores(results, count, scored)
 
     def close(self) -> None:
         """End the workers."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class Rewards:
 
         for spec in self.specs:
             if spec.url:
-                reach(address(spec.url))
+                reach(address(spec.url), spec.label)
             if spec.model:
                 check_model_folder(spec.model, f"reward {spec.label!r}: model")
 
@@ -125,7 +125,8 @@ class Rewards:
         """
         scored, count = scored or {}, len(completions)
         texts = {"prompts": prompts, "completion_ids": completion_ids}
-        for name, values in {**texts, **columns, **scored}.items():
+        lists: dict[str, Sized] = {**texts, **columns, **scored}
+        for name, values in lists.items():
             if len(values) != count:
                 raise RLHFError(f"{name!r} has {len(values)} entries for {count} answers")
         for spec in self.specs:

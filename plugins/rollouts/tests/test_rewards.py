@@ -238,6 +238,11 @@ def test_options_are_keyword_arguments() -> None:
     assert load(f"{FILE}:scaled", {}).columns == ("factor",)
 
 
+def test_a_column_does_not_set_an_option_of_a_rule() -> None:
+    call = Call(0, [0], ["p"], ["five"], [[5] * 5], {"size": [9], "penalty": [0]})
+    assert score(call, load("repetition", {"size": 2}), {}).values == [-0.75]
+
+
 def test_columns_that_rewards_need_are_checked(closing: list[Rewards]) -> None:
     specs = [RewardSpec(function="exact", when={"source": "gsm8k"}), spec("length")]
     closing.append(rewards := Rewards(specs))

@@ -105,7 +105,7 @@ def load(path: str, options: Mapping[str, Any]) -> Function:
     nothing: dict[str, Any] = {name: [] for name in (*TEXTS, *columns)}
     # It checks its options before it scores anything.
     call(**nothing, **options)
-    return Function(call, options, frozenset({*TEXTS, *columns, *own}), columns, is_async)
+    return Function(call, options, frozenset({*TEXTS, *columns, *options}), columns, is_async)
 
 
 def find(path: str) -> Callable[..., Any]:

@@ -139,8 +139,17 @@ class Rewards:
         self.check_columns(passed)
         ids = [list(map(int, tokens)) for tokens in completion_ids]
         answers = Answers(prompts, completions, ids, passed)
+        results = self._results(answers, plain_state(trainer_state))
+        return self._scores(results, count, scored)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _results(self, answers: Answers, state: Mapping[str, Any]) -> list[tuple[Call, Outcome]]:
+        """Return the outcomes of all calls that have scored, in any order. Raises RLHFError for one
+        that has failed."""
         asked = [answers.matching(spec.when) for spec in self._called]
-        state = plain_state(trainer_state)
         calls = [
             answers.call(function, places)
             for function, all_places in enumerate(asked)
@@ -165,11 +174,7 @@ class Rewards:
                     self._check_lost(call, lost[call.function], len(asked[call.function]))
         if failed is not None:
             raise self._error(*failed, answers, state)
-        return self._scores(results, count, scored)
-
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
+        return results
 
     def _tasks(self, calls: Sequence[Call], seconds: float) -> list[Task]:
         """Return calls as tasks: asynchronous ones run together, others one after the other."""

@@ -23,7 +23,10 @@ from rlhf_rollouts.rewards.spec import RULES
 TEXTS = ("prompts", "completions", "completion_ids")
 COMMON = (*TEXTS, "trainer_state", "log_extra", "log_metric")
 """The keywords of every call; further ones are columns of the rows."""
-NOT_OWN = ("<", str(Path(__file__).parent), *sysconfig.get_paths().values())
+NOT_OWN = (
+    *("<", str(Path(__file__).parent)),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 """What the names of files begin with that are not the user's: of Python, of packages and ours."""
 ANSWER = "\0"
 """Stands for the answer in the text of an outcome."""

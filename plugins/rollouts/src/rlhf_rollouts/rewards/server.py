@@ -90,9 +90,9 @@ def fetch(request: urllib.request.Request, seconds: float) -> bytes:
     url = request.full_url
     # Without handlers of its own, it takes the proxies of the environment.
     local = is_local_host(urlsplit(url).hostname or "")
-    handlers = [urllib.request.ProxyHandler({})] if local else []
+    own = [urllib.request.ProxyHandler({})] if local else []
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
+        with urllib.request.build_opener(*own).open(request, timeout=seconds) as response:
             return bytes(response.read())
     except urllib.error.HTTPError:
         raise

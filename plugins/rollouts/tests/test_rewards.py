@@ -292,7 +292,7 @@ def test_the_list_of_rewards_is_checked() -> None:
 def test_a_worker_that_hangs_is_killed_and_its_answers_are_unscorable(
     closing: list[Rewards], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    closing.append(rewards := Rewards([spec("hangs"), spec("length")], deadline=0.6))
+    closing.append(rewards := Rewards([spec("hangs"), spec("length")], deadline=1.2))
     start = time.monotonic()
     result = scored(rewards, ["a", "hang", "b", "c", "d"], prompts=["p", "p", "q", "r", "r"])
     assert time.monotonic() - start < 10

@@ -245,13 +245,14 @@ def _capabilities() -> str:
         (
             row.feature,
             " with ".join(f"`{name}`" for name in (row.setting, row.needs) if name),
+            f">= {row.least}",
             ", ".join(map(str, row.stages)),
             ", ".join(row.precisions),
             ", ".join(f"`{name}`" for name in row.excludes),
         )
         for row in CAPABILITIES
     )
-    return _table(("feature", "setting", "stages", "precisions", "not with"), rows)
+    return _table(("feature", "setting", "DeepSpeed", "stages", "precisions", "not with"), rows)
 
 
 def _short(target: str) -> str:

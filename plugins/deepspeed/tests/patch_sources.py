@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from rlhf_plugin_deepspeed.patches.install import path_of
-from rlhf_plugin_deepspeed.patches.table import PATCHES, READ
+from rlhf_plugin_deepspeed.patches.table import OLDEST, PATCHES, READ
+from rlhf_plugin_deepspeed.versions import older
 
 DIGESTS = Path(__file__).with_suffix(".json")
 """By target and version; the digest of a value, which has no source, is empty."""
@@ -60,6 +61,8 @@ if __name__ == "__main__":
         for target in TARGETS:
             if target.startswith("deepspeed."):
                 source = find(target, Path(folder))
+                if source is None and older(version, READ.get(target, OLDEST)):
+                    continue
                 assert source is not None, f"{target} is missing in {version}"
                 digests.setdefault(target, {})[version] = source[0]
     DIGESTS.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")

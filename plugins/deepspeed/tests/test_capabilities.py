@@ -10,6 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
 from rlhf_devkit import read_config
 from rlhf_devkit.problem import configure
+from rlhf_plugin_deepspeed import config as section_of
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW
 from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS, DeepSpeedConfig, check, resolve
 
@@ -116,6 +117,18 @@ def test_settings_that_exclude_each_other_are_refused(row, other):
         f"{first} cannot be combined with {second}; remove one of the two"
         for first, second in ((row.setting, other), (other, row.setting))
     }
+
+
+def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch):
+    run = config(stage=2, config={"zero_optimization": {"contiguous_gradients": False}})
+    check(run)
+    monkeypatch.setattr(section_of, "installed_version", lambda: "0.19.4")
+    with pytest.raises(RLHFError) as error:
+        check(run)
+    assert str(error.value) == (
+        "deepspeed.config.zero_optimization.contiguous_gradients needs deepspeed 0.19.8, but "
+        "0.19.4 is installed; run pip install 'deepspeed>=0.19.8,<0.20'"
+    )
 
 
 WITHOUT_EFFECT = [

@@ -12,6 +12,7 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
 from rlhf_devkit import read_config
 from rlhf_plugin_deepspeed import capabilities
+from rlhf_plugin_deepspeed import config as section_of
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check, resolve
 
 REFUSED = [
@@ -122,6 +123,16 @@ def test_dora_is_refused_under_a_tensor_axis():
     )
 
 
+def test_a_tensor_axis_needs_a_tested_deepspeed(monkeypatch):
+    monkeypatch.setattr(section_of, "installed_version", lambda: "0.19.4")
+    with pytest.raises(RLHFError) as error:
+        check(config(tensor_parallel=2))
+    assert str(error.value) == (
+        "deepspeed.tensor_parallel needs deepspeed 0.19.8, but 0.19.4 is installed; run pip "
+        "install 'deepspeed>=0.19.8,<0.20'"
+    )
+
+
 def test_presets_fill_unset_settings():
     assert resolve(DeepSpeedConfig()) == Resolved(
         stage="auto", offload_optimizer=False, offload_param=False
@@ -139,18 +150,18 @@ def test_a_deepspeed_out_of_range_is_refused_by_number_not_by_text():
     with pytest.raises(RLHFError) as error:
         capabilities.check_version("0.18.9")
     assert str(error.value) == (
-        "deepspeed 0.18.9 is too old: this backend patches internals of deepspeed 0.19.8; run pip "
-        "install 'deepspeed>=0.19.8,<0.20'"
+        "deepspeed 0.18.9 is too old: it loses gradients at stage 2 with the optimizer on the CPU; "
+        "run pip install 'deepspeed>=0.19,<0.20'"
     )
     with pytest.raises(RLHFError) as error:
         capabilities.check_version("0.20.0")
     assert str(error.value) == (
-        "deepspeed 0.20.0 is too new: this backend patches internals of deepspeed 0.19.8; run pip "
-        "install 'deepspeed>=0.19.8,<0.20'"
+        "deepspeed 0.20.0 is too new: this backend patches internals of deepspeed 0.19; run pip "
+        "install 'deepspeed>=0.19,<0.20'"
     )
-    for version in ("0.19.8", "0.19.10", "0.19.8+cu130"):
+    for version in ("0.19.0", "0.19.10", "0.19.1+cu130"):
         capabilities.check_version(version)
-    for version in ("0.9.99", "0.19.7", "0.100.0", "1.0", "0.20.0rc1"):
+    for version in ("0.9.99", "0.100.0", "1.0", "0.20.0rc1"):
         with pytest.raises(RLHFError):
             capabilities.check_version(version)
 

@@ -19,8 +19,8 @@ def test_a_deepspeed_out_of_range_is_missing_with_the_command(version):
     version("0.18.9")
     (old, *_) = diagnosis.diagnose()
     assert (old.subject, old.state) == ("deepspeed", "missing")
-    assert old.here.startswith("deepspeed 0.18.9 is too old: this backend patches")
-    assert old.remedy == "pip install 'deepspeed>=0.19.8,<0.20'"
+    assert old.here.startswith("deepspeed 0.18.9 is too old: it loses gradients")
+    assert old.remedy == "pip install 'deepspeed>=0.19,<0.20'"
 
 
 def test_a_deepspeed_newer_than_the_tested_ones_lacks_the_patches_for_speed(version):
@@ -28,6 +28,18 @@ def test_a_deepspeed_newer_than_the_tested_ones_lacks_the_patches_for_speed(vers
     newer = found("deepspeed")
     assert (newer.state, newer.feature) == ("optional", "patches for speed")
     assert newer.remedy == f"pip install 'deepspeed=={diagnosis.NEWEST}'"
+
+
+def test_a_setting_that_needs_a_newer_deepspeed_is_reported(version):
+    version("0.19.4")
+    ok, *lacking = [each for each in diagnosis.diagnose() if each.subject == "deepspeed"]
+    assert (ok.state, {lacks.state for lacks in lacking}) == ("ok", {"optional"})
+    assert [lacks.feature for lacks in lacking] == [
+        "deepspeed.hpz_partition_size",
+        "deepspeed.tensor_parallel",
+        "deepspeed.config.zero_optimization.contiguous_gradients",
+    ]
+    assert {lacks.remedy for lacks in lacking} == {"pip install 'deepspeed>=0.19.8,<0.20'"}
 
 
 def test_an_accelerator_without_bf16_needs_another_dtype(monkeypatch):

@@ -7,8 +7,10 @@ import torch
 from uneven import HEADS, Changed, case_of, norms_of, step, without_head
 
 from rlhf_devkit.problem import make_batch, start
+from rlhf_devkit.ranks import RankFailure
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.patches import stages_1_and_2
+from rlhf_plugin_deepspeed.versions import installed_version, older
 
 ON_ANY_RANK = [
     {"stage": stage, "offload_optimizer": offload} for stage in (1, 2) for offload in (False, True)
@@ -69,6 +71,10 @@ def step_under(changes, settings, dtype="fp32"):
     ids=str,
 )
 def test_other_layouts_are_left_to_deepspeed(pair, changes, settings, dtype):
+    if changes is APART and older(installed_version(), "0.19.8"):
+        with pytest.raises(RankFailure, match="sums gradients incorrectly"):
+            pair.run(step_under, changes, settings, dtype)
+        return
     (expected, ours), _ = pair.run(step_under, {}, {"stage": 1}, dtype)
     assert ours
     for found, ours in pair.run(step_under, changes, settings, dtype):

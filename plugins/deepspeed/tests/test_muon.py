@@ -177,7 +177,7 @@ def test_without_a_matrix_that_is_trained_it_is_refused(single):
 def test_adapters_that_stack_experts_are_refused():
     settings = ("lora.parameters", "optim.name muon")
     with pytest.raises(RLHFError) as error:
-        check_capabilities(settings, stage=2, precision="fp32")
+        check_capabilities(settings, stage=2, precision="fp32", version="0.19.8")
     assert str(error.value) == (
         "lora.parameters cannot be combined with optim.name muon; remove one of the two"
     )

@@ -6,8 +6,9 @@ from attrs import evolve
 from plans import SHAPE, config, half, plan
 
 from rlhf.engine import GIB, Mesh
+from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig, OptimConfig
-from rlhf_plugin_deepspeed import memory, zero
+from rlhf_plugin_deepspeed import capabilities, memory, zero
 from rlhf_plugin_deepspeed.memory import estimate
 
 
@@ -82,6 +83,25 @@ def test_the_update_of_bf16_states_takes_less_on_the_device_of_the_mesh(monkeypa
         for device in ("cpu", "cuda")
     )
     assert slow["updating"] > fused["updating"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_that_an_early_deepspeed_gets_wrong_are_refused(stage):
+    def check(version, **zero):
+        capabilities.check_sums({"zero_optimization": zero}, stage=stage, version=version)
+
+    check("0.19.0")
+    check("0.19.8", contiguous_gradients=False)
+    if stage == 3:
+        check("0.19.0", contiguous_gradients=False)
+        return
+    with pytest.raises(RLHFError) as error:
+        check("0.19.0", contiguous_gradients=False)
+    assert str(error.value) == (
+        "zero_optimization.contiguous_gradients is false, but deepspeed 0.19.0 then sums gradients "
+        f"incorrectly at stage {stage}; set it to true, or run pip install "
+        "'deepspeed>=0.19.8,<0.20'"
+    )
 
 
 def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():

@@ -22,6 +22,7 @@ from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
 from rlhf_plugin_deepspeed.builds import watched_builds
+from rlhf_plugin_deepspeed.capabilities import check_sums
 from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.frozen import plan_frozen
@@ -31,6 +32,7 @@ from rlhf_plugin_deepspeed.patches.install import run_scope
 from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
+from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.weights import kept_whole, load, mix, sharded_creation, whole
 
 
@@ -96,6 +98,7 @@ class DeepSpeedBackend:
 
     @hookimpl
     def model_context(self, plan: ZeroPlan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
+        check_sums(plan.settings, stage=plan.stage, version=installed_version())
         return sharded_creation(plan, mesh)
 
     @hookimpl

@@ -1,7 +1,8 @@
-"""What this backend can do, and at which ZeRO stages: one table for the checks of the configuration
-and for docs/backends.md."""
+"""What this backend can do, at which ZeRO stages and with which DeepSpeed: one table for the checks
+of the configuration, for `rlhf doctor` and for docs/backends.md."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from attrs import frozen
 
@@ -9,7 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.versions import older
 
-LEAST = "0.19.8"
+LEAST = "0.19.0"
 BEFORE = "0.20"
 """The first DeepSpeed that may be too different for the patches."""
 RAW = "deepspeed.config."
@@ -25,6 +26,8 @@ class Capability:
     feature: str
     setting: str
     """The key that turns it on, or "" where it is always on."""
+    least: str = LEAST
+    """The first DeepSpeed that has it."""
     stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
     """Values of `model.dtype` that it can be combined with."""
@@ -93,6 +96,7 @@ CAPABILITIES = (
     Capability(
         feature="second copy of the weights within a host (hpZ of ZeRO++)",
         setting="deepspeed.hpz_partition_size",
+        least="0.19.8",
         stages=(3,),
         excludes=("deepspeed.offload_param", "deepspeed.tensor_parallel"),
         alternative="remove it or set deepspeed.stage to 3",
@@ -160,6 +164,7 @@ CAPABILITIES = (
     Capability(
         feature="layers divided over ranks (tensor parallelism)",
         setting="deepspeed.tensor_parallel",
+        least="0.19.8",
         stages=(0, 1, 2),
         precisions=("fp32", "bf16"),
         excludes=(
@@ -189,6 +194,7 @@ CAPABILITIES = (
         feature="gradients copied into buckets",
         setting=f"{RAW}zero_optimization.contiguous_gradients",
         kind=bool,
+        least="0.19.8",
         stages=(1, 2),
         excludes=("deepspeed.offload_optimizer",),
     ),
@@ -206,21 +212,30 @@ CAPABILITIES = (
 
 def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
-    why = (
-        f"this backend patches internals of deepspeed {LEAST}; run pip install "
-        f"'deepspeed>={LEAST},<{BEFORE}'"
-    )
     if older(version, LEAST):
-        raise RLHFError(f"deepspeed {version} is too old: {why}")
-    if not older(version, BEFORE):
-        raise RLHFError(f"deepspeed {version} is too new: {why}")
+        fault = "it loses gradients at stage 2 with the optimizer on the CPU"
+        problem = f"deepspeed {version} is too old: {fault}"
+    elif not older(version, BEFORE):
+        fault = f"this backend patches internals of deepspeed {LEAST.removesuffix('.0')}"
+        problem = f"deepspeed {version} is too new: {fault}"
+    else:
+        return
+    wanted = f"'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
+    raise RLHFError(f"{problem}; run pip install {wanted}")
 
 
-def check_capabilities(settings: Collection[str], *, stage: int | str, precision: str) -> None:
+def check_capabilities(
+    settings: Collection[str], *, stage: int | str, precision: str, version: str
+) -> None:
     """Raise RLHFError for the first of `settings` that cannot be combined with the rest."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
+        if older(version, row.least):
+            raise RLHFError(
+                f"{row.setting} needs deepspeed {row.least}, but {version} is installed; run pip "
+                f"install 'deepspeed>={row.least},<{BEFORE}'"
+            )
         if precision not in row.precisions:
             raise RLHFError(
                 f"{row.setting} needs model.dtype {' or '.join(row.precisions)}; set model.dtype, "
@@ -240,6 +255,18 @@ def check_capabilities(settings: Collection[str], *, stage: int | str, precision
                 f"{row.setting} works only at ZeRO {where}, not at stage {stage}; "
                 f"{row.alternative or 'remove it'}"
             )
+
+
+def check_sums(settings: Mapping[str, Any], *, stage: int, version: str) -> None:
+    """Raise RLHFError for `settings` of a plan, which an extension may have changed, with which
+    DeepSpeed sums gradients incorrectly: 0.19.0 does on two ranks, 0.19.8 does not."""
+    one_by_one = settings["zero_optimization"].get("contiguous_gradients") is False
+    if stage in (1, 2) and one_by_one and older(version, "0.19.8"):
+        raise RLHFError(
+            f"zero_optimization.contiguous_gradients is false, but deepspeed {version} then sums "
+            f"gradients incorrectly at stage {stage}; set it to true, or run pip install "
+            "'deepspeed>=0.19.8,<0.20'"
+        )
 
 
 def stages_for(settings: Collection[str]) -> tuple[int, ...]:

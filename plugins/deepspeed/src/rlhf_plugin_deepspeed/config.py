@@ -247,8 +247,8 @@ def defaults(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(config: Any) -> None:
     """Raise RLHFError for what cannot run or would have no effect, without heavy imports."""
-    section, precision = config.backend_section, config.model.dtype
-    check_version(installed_version())
+    section, precision, version = config.backend_section, config.model.dtype, installed_version()
+    check_version(version)
     if "8bit" in config.optim.name.lower():
         raise RLHFError(
             "optim.name: moments of 8 bits are not offered; set optim.states to bf16, which takes "
@@ -261,7 +261,7 @@ def check(config: Any) -> None:
             "only one of the two"
         )
     settings = settings_of(config, resolved)
-    check_capabilities(settings, stage=resolved.stage, precision=precision)
+    check_capabilities(settings, stage=resolved.stage, precision=precision, version=version)
 
 
 def settings_of(config: Any, resolved: Resolved) -> list[str]:

@@ -12,7 +12,7 @@ from torch import distributed
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding
 from rlhf_plugin_deepspeed.builds import owner_of
-from rlhf_plugin_deepspeed.capabilities import check_version
+from rlhf_plugin_deepspeed.capabilities import BEFORE, CAPABILITIES, LEAST, check_version
 from rlhf_plugin_deepspeed.mesh import precisions
 from rlhf_plugin_deepspeed.patches.table import NEWEST
 from rlhf_plugin_deepspeed.versions import installed_version, older
@@ -20,7 +20,10 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions and communication."""
-    return [_version(installed_version()), _precisions(), _communication(), *_old_locks()]
+    version = installed_version()
+    return [
+        _version(version), *_too_new_for(version), _precisions(), _communication(), *_old_locks(),
+    ]  # fmt: skip
 
 
 def _version(version: str) -> Finding:
@@ -38,6 +41,19 @@ def _version(version: str) -> Finding:
         feature="patches for speed",
         remedy=f"pip install 'deepspeed=={NEWEST}'",
     )
+
+
+def _too_new_for(version: str) -> Iterator[Finding]:
+    """Yield the capabilities that the installed version lacks."""
+    for row in CAPABILITIES:
+        if older(LEAST, row.least) and older(version, row.least):
+            yield Finding(
+                subject="deepspeed",
+                here=f"{version} is older than {row.least}",
+                state="optional",
+                feature=row.setting or row.feature,
+                remedy=f"pip install 'deepspeed>={row.least},<{BEFORE}'",
+            )
 
 
 def _precisions() -> Finding:

@@ -11,6 +11,7 @@ from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import check_capabilities
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, resolve, settings_of
 from rlhf_plugin_deepspeed.kinds import TITLES
+from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.zero import offloads, plan_at
 
 STAGE_COSTS = {0: 0.0, 1: 0.03, 2: 0.035, 3: 0.1}
@@ -67,6 +68,7 @@ def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
                     settings_of(config, target),
                     stage=stage,
                     precision=config.model.dtype,
+                    version=installed_version(),
                 )
             except RLHFError:
                 continue

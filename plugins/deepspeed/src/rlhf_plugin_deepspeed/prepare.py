@@ -27,8 +27,9 @@ from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
 from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.stepping import choose_step, has_masters
+from rlhf_plugin_deepspeed.stepping import CHECKS_BY_NORM, choose_step, has_masters
 from rlhf_plugin_deepspeed.tensor import divide
+from rlhf_plugin_deepspeed.versions import installed_version, older
 from rlhf_plugin_deepspeed.weights import BackendSharding, sharded_creation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,7 +118,7 @@ def _settings(model: nn.Module, plan: ZeroPlan, mesh: Mesh, *, rounded: bool) ->
         # Clipped by the update over bf16 states, or by our step; DeepSpeed's clipping at stage 0
         # takes a loop over all gradients, twice.
         settings["gradient_clipping"] = 0.0
-    if rounded and plan.stage in (1, 2):
+    if rounded and plan.stage in (1, 2) and not older(installed_version(), CHECKS_BY_NORM):
         # The update skips what is not finite by itself.
         settings["bf16"]["check_grad_overflow"] = False
         zero["compute_grad_norm"] = False

@@ -15,7 +15,10 @@ from rlhf_plugin_deepspeed.patches.checks import sharded_norm
 from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.tensor import part_of
+from rlhf_plugin_deepspeed.versions import installed_version, older
 
+CHECKS_BY_NORM = "0.19.8"
+"""The first DeepSpeed that checks the norm in every precision, and that can leave it out."""
 CLIP_EPS = 1e-6
 """Added to the norm that a gradient is divided by, as in DeepSpeed's own clipping."""
 
@@ -52,6 +55,10 @@ def plain_step(engine: TrainingEngine) -> StepOutcome:
 def mastered_step(engine: TrainingEngine) -> StepOutcome:
     """Step over fp32 masters at stage 0, in bf16 and fp16."""
     norm = float(whole_norm(engine.module, engine.mesh.tensor)) / engine.loss_scale()
+    if engine.precision == "bf16" and not math.isfinite(norm):
+        # Before 0.19.8 DeepSpeed updates all the same.
+        engine.deepspeed.zero_grad()
+        return StepOutcome(moved=False, grad_norm=norm)
     if engine.mesh.tensor.size > 1:
         # DeepSpeed clips by a norm that counts flat gradients on one rank of the axis.
         clip = engine.plan.settings["gradient_clipping"] or math.inf
@@ -64,12 +71,18 @@ def sharded_step(engine: TrainingEngine) -> StepOutcome:
     """Step over shards of the optimizer's states, stages 1 and 2."""
     moved, skipped = _update(engine)
     norm = float(engine.deepspeed.get_global_grad_norm())
+    if not moved and math.isfinite(norm):
+        # Before 0.19.8 a skipped step keeps the norm of the step before it.
+        norm = math.inf
     return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
 
 
 def stage_3_step(engine: TrainingEngine) -> StepOutcome:
     """Step over shards of the weights."""
     scale = engine.loss_scale()
+    if engine.precision != "fp16" and older(installed_version(), CHECKS_BY_NORM):
+        # DeepSpeed skips the step if this finds a gradient that is not finite.
+        engine.deepspeed.optimizer.check_overflow()
     outcome = sharded_step(engine)
     # DeepSpeed divides by the scale after it has grown for the next step.
     growth = engine.loss_scale() / scale if outcome.moved else 1.0

@@ -44,7 +44,7 @@ def check_target(name: str, owner: Any, attribute: str) -> str:
     expected, function = parameters(target), getattr(owner, actual_name)
     if expected is not None:
         actual = [item for item in inspect.signature(plain(function)).parameters if item != "self"]
-        if actual != expected:
+        if not fits(expected, actual):
             raise RLHFError(_refusal(name, target, f"takes ({', '.join(actual)})"))
     return actual_name
 
@@ -61,6 +61,12 @@ def parameters(target: str) -> list[str] | None:
     return inside.rstrip(")").replace(",", " ").split() if bracket else None
 
 
+def fits(expected: list[str], actual: list[str]) -> bool:
+    """Return whether a function takes the `expected` parameters; those with `=` may be missing."""
+    required = [item for item in expected if not item.endswith("=")]
+    return actual in (required, [item.rstrip("=") for item in expected])
+
+
 def plain(function: Any) -> Any:
     """Return the function under DeepSpeed's own decorators, which do not set `__wrapped__`."""
     function = inspect.unwrap(getattr(function, "__func__", function))
@@ -72,7 +78,7 @@ def plain(function: Any) -> Any:
 
 def _refusal(name: str, target: str, problem: str) -> str:
     patch = PATCHES[name]
-    remedy = f"install deepspeed {NEWEST}"
+    remedy = f"install deepspeed {patch.oldest} to {NEWEST}"
     if patch.kind == "speed":
         remedy += " or set deepspeed.patches to correctness"
     return (

@@ -132,7 +132,7 @@ class GradientOrder:
         accelerator, stream = get_accelerator(), self._stream
         if stream is not None:
             computing = accelerator.current_stream()
-            for producer in {computing, *bucket.copy_streams}:
+            for producer in {computing, *getattr(bucket, "copy_streams", ())}:
                 stream.wait_stream(producer)
             # What is computed next may write where earlier buckets were read.
             computing.wait_stream(stream)

@@ -8,8 +8,8 @@ from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.config import Resolved
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
-NEWEST = "0.19.8"
-"""The newest DeepSpeed that is tested."""
+OLDEST, NEWEST = "0.19.0", "0.19.8"
+"""The tested range of DeepSpeed versions."""
 
 
 @frozen(kw_only=True)
@@ -17,15 +17,17 @@ class Patch:
     """A change of DeepSpeed's behaviour."""
 
     targets: tuple[str, ...]
-    """What is replaced, set or read, `module:Class.attribute(parameters)`. A private name is
-    written as in DeepSpeed's source. A patch of a module or a class is undone by `close_mesh`; one
-    of an engine's object ends with it."""
+    """What is replaced, set or read, `module:Class.attribute(parameters)`; a parameter with `=` may
+    be missing. A private name is written as in DeepSpeed's source. A patch of a module or a class
+    is undone by `close_mesh`; one of an engine's object ends with it."""
     stages: tuple[int, ...]
     kind: Literal["correctness", "speed"]
     states: Literal["any", "fp32", "bf16"] = "any"
     """Only with this `optim.states`."""
     offload: bool = True
     """Whether it applies with the optimizer on the CPU too."""
+    oldest: str = OLDEST
+    """The first DeepSpeed that it is for."""
     reason: str
     gain: str = ""
     """As measured; see benchmarks/NOTES.md."""
@@ -98,7 +100,7 @@ PATCHES = {
             f"{STAGES_1_2}.check_overflow(partition_gradients)",
             f"{STAGES_1_2}.scaled_global_norm(norm_type)",
         ),
-        stages=(1, 2), kind="speed", states="fp32", offload=False,
+        stages=(1, 2), kind="speed", states="fp32", offload=False, oldest="0.19.8",
         reason="the norm shows whether any gradient is not finite; DeepSpeed also checks each "
         "gradient",
         gain="190 -> 168 ms a step on one GPU (0.5B)",
@@ -108,7 +110,7 @@ PATCHES = {
             f"{STAGES_1_2}.reduce_ready_partitions_and_remove_grads(param, i)",
             f"{STAGES_1_2}.average_tensor(tensor, communication_data_type)",
             f"{STAGES_1_2}.independent_gradient_partition_epilogue()",
-            f"{STAGES_1_2}.reduce_ipg_grads(comm_dtype)",
+            f"{STAGES_1_2}.reduce_ipg_grads(comm_dtype=)",
             f"{STAGES_1_2}.reduce_independent_p_g_buckets_and_remove_grads(param, i)",
             f"{STAGES_1_2}.overlap_comm",
         ),
@@ -180,13 +182,15 @@ PATCHES = {
         gain="365 -> 347 ms a step on one GPU (1.5B)",
     ),
 }  # fmt: skip
-READ = (
-    "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute.backward.ds_grad_is_ready",
-    f"{ZERO}.stage_1_and_2:IPGBucket.copy_streams",
-    f"{STAGES_1_2}._zero_padding",
-)
-"""Names inside DeepSpeed that are read and not replaced, as a patch's targets."""
+READ = {
+    "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping": OLDEST,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute.backward."
+    "ds_grad_is_ready": OLDEST,
+    f"{ZERO}.stage_1_and_2:IPGBucket.copy_streams": "0.19.3",
+    f"{STAGES_1_2}._zero_padding": "0.19.7",
+}
+"""Names inside DeepSpeed that are read and not replaced, as a patch's targets, each with the first
+version that has it."""
 
 
 def names_for(config: Config, resolved: Resolved) -> tuple[str, ...]:
@@ -203,7 +207,8 @@ def names_for(config: Config, resolved: Resolved) -> tuple[str, ...]:
 
 def in_force(name: str, *, setting: str) -> bool:
     """Return whether a patch is for the installed DeepSpeed. With `setting` "correctness", and with
-    a version newer than the tested one, only those are that correct results need."""
-    if PATCHES[name].kind == "correctness":
-        return True
-    return setting == "all" and not older(NEWEST, installed_version())
+    a version newer than the tested ones, only those are that correct results need."""
+    patch, version = PATCHES[name], installed_version()
+    if older(version, patch.oldest):
+        return False
+    return patch.kind == "correctness" or (setting == "all" and not older(NEWEST, version))

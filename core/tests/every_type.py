@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 WHOLE = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 """Types that also read images."""
 TEXT = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in WHOLE)
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 50_000_000
 MOST_ERROR = 5e-5
 """Of a log-probability in float32."""
 
@@ -118,6 +118,7 @@ FOUR = {"num_hidden_layers": 4}
 LATENT = {"num_key_value_heads": 4, "num_hidden_layers": 3}
 UNPADDED = {"unpadded_vocab_size": 96, "num_hidden_layers": 3}
 IMAGE = {"vocabulary_map": {"<image>": 95}}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), FOUR),
@@ -134,7 +135,8 @@ MORE: dict[str, dict[str, Any]] = {
         UNPADDED,
     ),
     "dots3_note_text": {"num_key_value_heads": 4},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE)},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "deepseek_v4": FOUR
     | {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 2}
@@ -187,6 +189,12 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
     "cosmos3_edge_text": MROPE,
     "hunyuan_vl_text": MROPE,
+    "hy_v4_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "radio": {"video_temporal_patch_size": 2},
     "step3p5": {"sliding_window": 8},
     "mistral_large4_text": {"num_key_value_heads": 4, "head_dim": 8},
     "glm5_next_text": LATENT | {"qk_rope_head_dim": 0, "head_dim": 8},

@@ -4,9 +4,10 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
@@ -32,7 +33,9 @@ class RowKernel(Protocol):
         kept for backward."""
 
 
-class Scan(NamedTuple):
+@documented
+@frozen
+class Scan:
     """A library's form of a scan that transformers has in plain torch."""
 
     run: Callable[..., Any]

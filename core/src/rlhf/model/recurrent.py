@@ -242,17 +242,19 @@ def tree_scan(
     initial, final = SCANS[name]
     # Segments are shorter than the chunks of some families, which torch would fill up.
     chunk = min(kwargs.get("chunk_size", CHUNK), CHUNK)
-    run, ragged = scan_of(name, own, segments, args, kwargs)
-    if run is inspect.unwrap(own) and "chunk_size" in kwargs:
+    scan = scan_of(name, own, segments, args, kwargs)
+    if scan.run is inspect.unwrap(own) and "chunk_size" in kwargs:
         kwargs["chunk_size"] = chunk
-    groups, back = segments.sequences() if ragged else segments.groups(chunk)
+    groups, back = segments.sequences() if scan.ragged else segments.groups(chunk)
     row = (1, segments.num_tokens)
 
     def rows(value: Any, places: Tensor) -> Any:
         """Return [S, L, ...] of an argument of the row, others as they are."""
         if not isinstance(value, Tensor) or value.dim() < 3 or value.shape[:2] != row:
             return value
-        padded = value[0] if ragged else torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
+        padded = value[0]
+        if not scan.ragged:
+            padded = torch.cat((padded, padded.new_zeros(1, *padded.shape[1:])))
         return padded.index_select(0, places.flatten()).unflatten(0, places.shape)
 
     outputs: list[Tensor] = []
@@ -263,7 +265,7 @@ def tree_scan(
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
         if offsets is not None:
             named["cu_seqlens"] = offsets
-        output, state = run(*positional, **named | {final: True})
+        output, state = scan.run(*positional, **named | {final: True})
         outputs.append(output.flatten(0, 1))
         if parents is None:
             states.append(state)

@@ -1,10 +1,11 @@
-"""Every causal language model of the installed transformers as a tiny random model, and what the
-project does with it. `python core/tests/every_type.py` writes docs/families.md."""
+"""Every causal language model of the installed transformers, and every model that reads images and
+writes text, as a tiny random model, and what the project does with it. `python
+core/tests/every_type.py` writes docs/families.md."""
 
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,26 @@ from attrs import frozen
 from engines import BareEngine
 from small_models import config_of, empty, load
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rlhf.config.sections import LoraConfig
+from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.packed import PackedModel
-from rlhf.model.probe import choose_path
-from rlhf.model.save import check_exportable
+from rlhf.model.probe import AttentionPath, choose_path, placeholders
+from rlhf.model.save import check_exportable, verify_export
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import tree_batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-MOST_PARAMETERS = 20_000_000
+WHOLE = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+"""Types that also read images."""
+TEXT = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in WHOLE)
+MOST_PARAMETERS = 50_000_000
 MOST_ERROR = 5e-5
 """Of a log-probability in float32."""
 
@@ -86,6 +93,22 @@ SIZES: dict[str, Any] = {
     "mamba_d_ssm": 128,
     "mamba_num_heads": 8,
 }
+TOWER: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "embedding_dim", "width"), 32),
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers", "layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "heads"), 2),
+    **dict.fromkeys(("intermediate_size", "mlp_dim", "ffn_dim", "projection_dim"), 32),
+    **dict.fromkeys(("image_size", "img_size", "num_position_embeddings"), 16),
+    **dict.fromkeys(("out_hidden_size", "text_hidden_size", "output_dim"), 64),
+    "patch_size": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_channels": 3,
+    "base_channels": 32,
+    "vocab_size": 96,
+}
+"""Sizes of what reads images and sounds."""
+TEXT_PARTS = ("text", "decoder", "language", "llm")
 OPTIONAL = (
     "num_experts", "sliding_window", "q_lora_rank", "top_k_experts", "moe_intermediate_size",
     "num_global_key_value_heads", "attention_chunk_size",
@@ -94,6 +117,9 @@ OPTIONAL = (
 FOUR = {"num_hidden_layers": 4}
 LATENT = {"num_key_value_heads": 4, "num_hidden_layers": 3}
 UNPADDED = {"unpadded_vocab_size": 96, "num_hidden_layers": 3}
+IMAGE = {"vocabulary_map": {"<image>": 95}}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), FOUR),
     **dict.fromkeys(("lfm3", "exaone4", "smollm3", "olmo3"), FOUR),
@@ -109,7 +135,8 @@ MORE: dict[str, dict[str, Any]] = {
         UNPADDED,
     ),
     "dots3_note_text": {"num_key_value_heads": 4},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE)},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "deepseek_v4": FOUR
     | {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 2}
@@ -131,7 +158,7 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": FOUR | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"num_hidden_layers": 6},
-    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5}
+    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5, "intermediate_size": 96}
     | {"activation_sparsity_pattern": None, "layer_types": None},
     "gemma4_text": {"num_hidden_layers": 12, "num_kv_shared_layers": 6}
     | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4},
@@ -153,6 +180,25 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
     "xlstm": {"embedding_dim": 64, "num_blocks": 2},
+    "chameleon": IMAGE,
+    "emu3": IMAGE,
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), MROPE
+    ),
+    **dict.fromkeys(("glm4v_text", "glm46v_text", "glm_ocr_text", "glmga_text"), MROPE),
+    "glm4v_moe_text": {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
+    "cosmos3_edge_text": MROPE,
+    "hunyuan_vl_text": MROPE,
+    "hy_v4_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "radio": {"video_temporal_patch_size": 2},
+    "step3p5": {"sliding_window": 8},
+    "mistral_large4_text": {"num_key_value_heads": 4, "head_dim": 8},
+    "glm5_next_text": LATENT | {"qk_rope_head_dim": 0, "head_dim": 8},
+    "molmo2_adapter": {"vision_feature_layer": [0, -1]},
     "modernbert-decoder": {"num_hidden_layers": 3, "local_attention": 16}
     | {"cls_token_id": 1, "sep_token_id": 2},
 }
@@ -171,29 +217,51 @@ class Result:
     """Why it is not `tree`, or why the type is refused."""
     error: float = 0.0
     """Largest error of a log-probability against transformers' own."""
-    bf16: str = "yes"
-    lora: str = "yes"
+    answers: tuple[str, ...] = ("", "", "")
+    """Whether it trains in bf16 and with LoRA, and whether its export is opened again; or why
+    not."""
 
 
-def tiny_model(model_type: str) -> Any:
-    """Return a random model. Raises NotBuilt."""
-    kind = CONFIG_MAPPING[model_type]
+def small_config(kind: Any, sizes: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+    """Return a config of a class with these sizes, also in its parts."""
     try:
         default: dict[str, Any] = vars(kind())
     except Exception:  # Not every config has defaults.
         default = {}
     known = {*default, *getattr(kind, "__dataclass_fields__", ()), *kind.attribute_map}
-    given = {name: value for name, value in SIZES.items() if name in known}
+    given = {name: value for name, value in sizes.items() if name in known}
     given = {n: v for n, v in given.items() if n not in OPTIONAL or default.get(n) is not None}
-    dropouts = (name for name, value in default.items() if "drop" in name and value)
+    for name, value in default.items():
+        if "drop" in name and isinstance(value, float):
+            given[name] = 0.0
+        elif name in given and isinstance(value, list | tuple):
+            given[name] = type(value)([given[name]] * len(value))
+    for name in kind.sub_configs:
+        if (part := default.get(name)) is not None:
+            reads_text = any(word in name for word in TEXT_PARTS)
+            options = MORE.get(part.model_type, {})
+            small = small_config(type(part), SIZES if reads_text else TOWER, options)
+            given[name] = small.to_dict() | {"model_type": part.model_type}
+    if kind.sub_configs:
+        tokens = ("token_id", "token_index")
+        placed = (n for n, v in default.items() if n.endswith(tokens) and isinstance(v, int))
+        given |= dict.fromkeys((name for name in placed if default[name] > 95), 95)
+    return kind(**given | more)
+
+
+def tiny_model(model_type: str) -> Any:
+    """Return a random model. Raises NotBuilt."""
+    auto: Any = transformers.AutoModelForCausalLM
+    if model_type in WHOLE:
+        auto = transformers.AutoModelForImageTextToText
     try:
-        config = kind(**given | dict.fromkeys(dropouts, 0.0) | MORE.get(model_type, {}))
+        config = small_config(CONFIG_MAPPING[model_type], SIZES, MORE.get(model_type, {}))
         with torch.device("meta"):
-            size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+            size = auto.from_config(config).num_parameters()
         if size > MOST_PARAMETERS:
             raise NotBuilt(f"its sizes have other names ({size:,} parameters)")
         torch.manual_seed(0)
-        causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        causal = auto.from_config(config, dtype=torch.float32)
     except NotBuilt:
         raise
     except Exception as error:  # A family's own code may raise anything.
@@ -206,38 +274,82 @@ def tiny_model(model_type: str) -> Any:
 def result_of(model_type: str) -> Result:
     """Return what the project does with a type. Raises NotBuilt, and what must not be raised."""
     causal = tiny_model(model_type)
-    module = PackedModel(causal)
-    try:
-        choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
-    except RLHFError as error:
-        return Result(path="refused", reason=str(error), bf16="", lora="")
-    batch = tree_batch()
-    with torch.no_grad():
-        found = module(batch, token_logprobs)["logprobs"]
-        module.path = "separate"
-        truth = module(batch, token_logprobs)["logprobs"]
     with tempfile.TemporaryDirectory() as folder:
-        causal.save_pretrained(folder)
+        check_saved(causal, folder)
+        try:
+            module, choice = opened(folder, "fp32")
+        except RLHFError as error:
+            return Result(path="refused", reason=str(error).replace(folder, "MODEL"))
+        found, truth = logprobs(module), logprobs(module, "separate")
         return Result(
             path=choice.path,
             reason=choice.reason,
             error=float((found - truth).abs().max()),
-            bf16=outcome(folder, "bf16"),
-            lora=outcome(folder, "fp32", lora=LoraConfig(rank=2)),
+            answers=(
+                training(folder, "bf16"),
+                training(folder, "fp32", lora=LoraConfig(rank=2)),
+                exporting(module, type(causal), truth),
+            ),
         )
 
 
-def outcome(folder: str, precision: Any, **sections: Any) -> str:
-    """Return whether a step of training runs, or why it is refused."""
-    config = config_of(folder, model={"dtype": precision}, **sections)
+def check_saved(causal: Any, folder: str) -> None:
+    """Save a model in a folder. Raises NotBuilt if transformers does not open it again."""
     try:
-        check_exportable(empty(config).model)
-        module = load(config, precision=precision)
-        choose_path(BareEngine(module, precision), Mesh())  # type: ignore[arg-type]
+        causal.save_pretrained(folder)
+        _, report = type(causal).from_pretrained(folder, output_loading_info=True)
+    except Exception as error:  # A family's own code may raise anything.
+        raise NotBuilt(f"{type(error).__name__}: {first_line(error)}") from error
+    if report["missing_keys"]:
+        raise NotBuilt("transformers does not open what it has saved")
+
+
+def opened(folder: str, precision: Any, **sections: Any) -> tuple[PackedModel, AttentionPath]:
+    """Return the model in a folder as a run has it, and its path."""
+    config = config_of(folder, model={"dtype": precision}, **sections)
+    check_exportable(empty(config).model)
+    module = load(config, precision=precision)
+    return module, choose_path(BareEngine(module, precision), Mesh())  # type: ignore[arg-type]
+
+
+def text_batch(module: PackedModel) -> PackedBatch:
+    """Return trees without tokens that stand for images and sounds."""
+    batch = tree_batch()
+    for placeholder in placeholders(module.causal.config):
+        for tokens in (batch.tokens, batch.predict):
+            tokens[tokens == placeholder] = 5
+    return batch
+
+
+@torch.no_grad()
+def logprobs(module: PackedModel, path: Any = None) -> torch.Tensor:
+    """Return the log-probabilities of the batch on a path, by default the one that is set."""
+    module.path = path or module.path
+    return module(text_batch(module), token_logprobs)["logprobs"]
+
+
+def training(folder: str, precision: Any, **sections: Any) -> str:
+    """Return "yes" if a step of training runs, or else why it is refused."""
+    try:
+        module, _ = opened(folder, precision, **sections)
     except RLHFError as error:
         return str(error).replace(folder, "MODEL")
     module.train()
-    module(tree_batch(), token_logprobs)["logprobs"].sum().backward()
+    module(text_batch(module), token_logprobs)["logprobs"].sum().backward()
+    return "yes"
+
+
+def exporting(module: PackedModel, kind: Any, truth: torch.Tensor) -> str:
+    """Return "yes" if transformers opens the export as the model that was trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        module.save_weights(module.state_dict(), Path(folder))
+        verify_export(Path(folder), module.model)
+        plain, report = kind.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"], report["missing_keys"]
+    assert not report["unexpected_keys"], report["unexpected_keys"]
+    again = PackedModel(plain.eval())
+    again.form = module.form
+    torch.testing.assert_close(logprobs(again, "separate"), truth)
     return "yes"
 
 
@@ -255,14 +367,18 @@ def rows() -> Iterator[str]:
     """Yield the lines of docs/families.md."""
     yield "# Every family"
     yield ""
-    yield f"What a run does with each causal type of transformers {transformers.__version__}, on"
-    yield "tiny random models. `python core/tests/every_type.py` writes this page; the matrix of"
-    yield "tests compares it. `error` is the largest error of a log-probability against the model's"
-    yield "own, one path at a time. What is not tried has sizes of other names or no defaults."
-    yield ""
-    yield "| type | path | error | bf16 | LoRA | reason |"
-    yield "|---|---|---|---|---|---|"
-    yield from map(row_of, TYPES)
+    yield f"What a run does with each type of transformers {transformers.__version__}, on tiny"
+    yield "random models. `python core/tests/every_type.py` writes this page; the matrix of tests"
+    yield "compares it. The batch has prompts with several answers. `error` is the largest error of"
+    yield "a log-probability against the model's own, one path at a time. An export is opened again"
+    yield "by transformers. What is not tried has sizes of other names, or its code fails."
+    for title, types in (("Causal types", TEXT), ("Types that also read images", WHOLE)):
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield "| type | path | error | bf16 | LoRA | export | reason |"
+        yield "|---|---|---|---|---|---|---|"
+        yield from map(row_of, types)
 
 
 def row_of(model_type: str) -> str:
@@ -270,11 +386,10 @@ def row_of(model_type: str) -> str:
     try:
         found = result_of(model_type)
     except NotBuilt as problem:
-        return f"| {model_type} | not tried | | | | {problem} |"
+        return f"| {model_type} | not tried | | | | | {problem} |"
     assert found.error < MOST_ERROR, f"{model_type} on {found.path}: {found.error:.0e}"
-    answers = (found.bf16, found.lora)
-    cells = [answer if answer in ("yes", "") else "no" for answer in answers]
-    reasons = [found.reason, *(answer for answer in answers if answer not in ("yes", ""))]
+    cells = [answer if answer in ("yes", "") else "no" for answer in found.answers]
+    reasons = [found.reason, *(answer for answer in found.answers if answer not in ("yes", ""))]
     error = "" if found.path == "refused" else f"{found.error:.0e}"
     reason = "; ".join(filter(None, reasons)).replace("|", "\\|")
     return f"| {model_type} | {found.path} | {error} | {' | '.join(cells)} | {reason} |"

@@ -54,7 +54,7 @@ def on_cuda(name: str, dtype: torch.dtype) -> PackedModel:
     return PackedModel(random_model(name).to("cuda", dtype))
 
 
-def chatml_tokenizer(template: str | None = CHATML) -> Any:
+def chatml_tokenizer(template: str | None = CHATML, **options: Any) -> Any:
     """A tokenizer of five words whose turns end with `<|im_end|>`."""
     words = {"a": 0, "<eos>": 1, "<|im_end|>": 2, "<|im_start|>": 3, "<pad>": 4}
     words_only = Tokenizer(models.WordLevel(words, unk_token="a"))
@@ -64,6 +64,7 @@ def chatml_tokenizer(template: str | None = CHATML) -> Any:
         eos_token="<eos>",
         pad_token="<pad>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        **options,
     )
     tokenizer.chat_template = template
     return tokenizer

@@ -14,6 +14,7 @@ from rlhf_devkit.curves import Metrics, same_curve, weights, without_timings
 from rlhf_devkit.ranks import shared
 from rlhf_devkit.tiny import make_model, run
 from rlhf_plugin_deepspeed import nvme
+from small_families import write_family
 
 LAYOUTS = {
     "ddp": ("--deepspeed", "ddp"),
@@ -41,6 +42,8 @@ TRAINED = {
     "lora": ("--lora", "2"),
     "experts": ("--model.router_loss", "0.5"),
     "lora of experts": ("--lora", "2", "--lora.targets", "q_proj", "--lora.parameters", STACKED),
+    "hybrid": (),
+    "lora of a hybrid": ("--lora", "2"),
     "lion": ("--optim.name", "lion", "--optim.lr", "3e-4"),
     "muon": ("--optim.name", "muon"),
 }
@@ -57,8 +60,10 @@ def cases() -> list[Case]:
 
     def possible() -> Iterator[Case]:
         for case in itertools.product(FORMATS, LAYOUTS, TRAINED, DTYPES):
-            # Refused: only the layers of dense models can be divided.
-            if not ("tensor" in case[1] and "experts" in case[2]):
+            # Refused: only the layers of dense models can be divided, and no state of a layer.
+            _, layout, trained, _ = case
+            tensor = "tensor" in layout and ("experts" in trained or "hybrid" in trained)
+            if not (tensor or ("sequence" in layout and "hybrid" in trained)):
                 yield case
 
     chosen: list[Case] = []
@@ -83,8 +88,14 @@ def test_a_run_saves_resumes_and_exports(
     if "experts" in trained:
         family = "mixtral" if trained == "experts" else "qwen3_moe"
         words += ["--model.path", str(write_experts(model, tmp_path / "experts", family))]
+    if "hybrid" in trained:
+        words += ["--model.path", str(write_family("Qwen3.5", model, tmp_path / "hybrid"))]
     if name == "kd":
-        words += ["--kd.teacher", str(make_model(tmp_path / "teacher", seed=1))]
+        teacher = make_model(tmp_path / "teacher", seed=1)
+        if "hybrid" in trained:
+            # transformers reads the same tokenizer otherwise for this family.
+            teacher = write_family("Qwen3.5", model, tmp_path / "hybrid teacher", seed=1)
+        words += ["--kd.teacher", str(teacher)]
 
     divided = [word.format(disk=tmp_path / "disk") for word in LAYOUTS[layout]]
 

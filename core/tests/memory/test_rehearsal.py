@@ -52,6 +52,15 @@ def test_live_and_peak_bytes_are_counted_once() -> None:
     assert (counter.live, counter.take_peak()) == (0, 8000)
 
 
+def test_products_of_experts_are_counted_in_any_dtype() -> None:
+    rows, weight = torch.empty(64, 16, device="meta"), torch.empty(4, 16, 32, device="meta")
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    with LiveBytes(known=[rows, weight, ends]) as counter:
+        product = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+    assert (product.shape, product.dtype) == ((64, 32), torch.float32)
+    assert counter.live == counter.take_peak() == 64 * 32 * 4
+
+
 def test_backward_frees_what_forward_kept() -> None:
     weight = torch.ones(100, 100, requires_grad=True)
     with LiveBytes(known=[weight]) as counter:

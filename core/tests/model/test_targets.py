@@ -4,15 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from peft import PeftModel
 from small_models import config_of, empty, load, write_model
+from transformers import AutoModelForCausalLM
 
 from rlhf.config.sections import LoraConfig
 from rlhf.errors import RLHFError
-from rlhf.model.save import check_exportable
+from rlhf.model.adapters import merged
+from rlhf.model.packed import PackedModel
+from rlhf.model.save import check_exportable, verify_export
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import EXPERTS, FAMILIES, SIZES, tree_batch
 
+STACKED = ("experts.gate_up_proj", "experts.down_proj")
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SCANS = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
 MORE = {
     "Nemotron-H": (
@@ -30,7 +37,23 @@ MORE = {
     ),
     "Falcon": ("FalconConfig", SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "Laguna": ("LagunaConfig", SIZES | EXPERTS | {"head_dim": 8, "num_experts": 4}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", SIZES | MIXTURE | {"head_dim": 8}),
+    "Qwen3.5-MoE": (
+        "Qwen3_5MoeTextConfig",
+        FAMILIES["Qwen3.5"][1] | MIXTURE | {"shared_expert_intermediate_size": 16},
+    ),
+    "GLM 4.5": (
+        "Glm4MoeConfig",
+        SIZES
+        | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "Granite MoE": ("GraniteMoeConfig", SIZES | EXPERTS),
 }
+MIXTURES = (
+    "Qwen3-MoE", "Qwen3.5-MoE", "GPT-OSS", "DeepSeek V3", "GLM 4.5", "Mixtral", "Granite MoE",
+    "Granite 4",
+)  # fmt: skip
 
 
 def config_named(name: str, **more: Any) -> Any:
@@ -112,3 +135,74 @@ def test_an_adapter_that_peft_would_not_read_again_is_refused_before_training(
         "base_model.model.model.layers.1.mlp.shared_experts."
     )
     assert str(caught.value).endswith("; leave these out of lora.targets")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapters_of_experts_are_reopened_by_peft_and_merged(tmp_path: Path, name: str) -> None:
+    config = with_lora(tmp_path / "base", config_named(name), parameters=STACKED)
+    check_exportable(empty(config).model)
+    module = load(config)
+    adapters = {n: p for n, p in module.model.named_parameters() if ".lora_" in n}
+    assert [n for n in adapters if ".experts." in n]
+    logprobs(module).sum().backward()
+    assert [n for n, p in adapters.items() if ".lora_B" in n and not p.grad.any()] == []
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapters.values():
+            parameter += 0.3 * torch.randn_like(parameter)
+        trained = logprobs(module)
+        module.save_weights(module.state_dict(), tmp_path / "adapter")
+        verify_export(tmp_path / "adapter", module.model)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        untrained = logprobs(PackedModel(base))
+        again = PackedModel(PeftModel.from_pretrained(base, tmp_path / "adapter"))
+        torch.testing.assert_close(logprobs(again), trained)
+        whole = PackedModel(merged(module.model))
+        whole.save_weights(whole.state_dict(), tmp_path / "merged")
+        plain = PackedModel(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+        torch.testing.assert_close(logprobs(plain), trained, atol=3e-5, rtol=1e-5)
+    assert (trained - untrained).abs().max() > 1
+
+
+def logprobs(module: PackedModel) -> torch.Tensor:
+    module.path = "separate"
+    return module(tree_batch(), token_logprobs)["logprobs"]
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3", "GLM 4.5", "Qwen3-Next"])
+def test_default_targets_leave_out_names_that_peft_takes_for_experts(
+    tmp_path: Path, name: str
+) -> None:
+    module = load(with_lora(tmp_path, config_named(name), dropout=0.1))
+    names = adapted_names(module)
+    assert [each for each in names if each.endswith("o_proj")]
+    assert not [each for each in names if "experts" in each]
+    assert (
+        not {"gate_proj", "up_proj", "down_proj"} & module.model.active_peft_config.target_modules
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "DeepSeek V3",
+            {"targets": ("o_proj", "up_proj", "gate_proj")},
+            "peft adapts experts or routers of DeepseekV3ForCausalLM in place of the modules "
+            "gate_proj and up_proj in lora.targets; remove these, and name the weights of experts "
+            "in lora.parameters",
+        ),
+        (
+            "Qwen3.5-MoE",
+            {"parameters": ("conv1d.weight",)},
+            "lora.parameters conv1d.weight names no stacked weight of Qwen3_5MoeForCausalLM; "
+            "available: experts.down_proj, experts.gate_up_proj",
+        ),
+    ],
+)
+def test_names_of_what_would_not_be_adapted_as_such_are_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RLHFError) as caught:
+        load(with_lora(tmp_path, config_named(name), **options))
+    assert str(caught.value) == message

@@ -11,7 +11,7 @@ from engines import BareEngine, WholeWeights
 from families import chatml_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import config_of, empty, load
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from rlhf.config.sections import LoraConfig
 from rlhf.engine import Mesh, Plan
@@ -23,6 +23,7 @@ from rlhf.model.probe import choose_path
 from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model
+from rlhf.model.tokenizer import load_tokenizer
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, SIZES, tree_batch
@@ -78,6 +79,22 @@ WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
         | TOKENS,
         "tree",
     ),
+    "BLIP-2": (
+        "Blip2Config",
+        {"text_config": OPT | {"model_type": "opt"}, "vision_config": VISION}
+        | {
+            "qformer_config": {
+                "vocab_size": 96,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "encoder_hidden_size": 16,
+            },
+            "image_token_index": 90,
+        },
+        "tree",
+    ),
     "Llama 4": (
         "Llama4Config",
         {"text_config": FAMILIES["Llama 4"][1], "image_token_index": 90}
@@ -93,14 +110,16 @@ WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
         "tree",
     ),
 }
+TOWERS = ("vis", "projector", "qformer", "query_tokens", "language_projection")
+"""In the names of what text does not reach."""
 
 
-def written(folder: Path, name: str) -> Path:
+def written(folder: Path, name: str, **more: Any) -> Path:
     kind, options, _ = WHOLE[name]
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     torch.manual_seed(1)
-    model = AutoModelForImageTextToText.from_config(getattr(transformers, kind)(**options))
+    model = AutoModelForImageTextToText.from_config(getattr(transformers, kind)(**options | more))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
@@ -135,7 +154,7 @@ def test_what_text_does_not_reach_is_frozen_and_exported(tmp_path: Path, name: s
     trained = {p for group in parameter_groups(module, 0.1) for p in group["params"]}
     frozen = [n for n, p in module.causal.named_parameters() if p not in trained]
     assert frozen
-    assert all("vis" in name or "projector" in name for name in frozen)
+    assert all(any(part in name for part in TOWERS) for name in frozen)
     with torch.no_grad():
         for parameter in trained:
             parameter += 1.0
@@ -144,7 +163,7 @@ def test_what_text_does_not_reach_is_frozen_and_exported(tmp_path: Path, name: s
     base, export = (load_file(tmp_path / part / "model.safetensors") for part in ("base", "export"))
     assert base.keys() == export.keys()
     moved = {name for name in base if not torch.equal(base[name], export[name])}
-    assert not [name for name in moved if "vis" in name or "projector" in name]
+    assert not [name for name in moved if any(part in name for part in TOWERS)]
     assert len(moved) == len(base) - len(frozen)
     model, report = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "export", output_loading_info=True
@@ -159,6 +178,31 @@ def test_the_export_has_the_files_that_prepare_images(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     save_tokenizer_and_config(module.model, chatml_tokenizer(), tmp_path / "export")
     assert json.loads((tmp_path / "export" / "preprocessor_config.json").read_text()) == {"size": 8}
+
+
+def test_the_export_reads_images_as_its_base_does(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="the processor of images needs Pillow")
+    tokenizer = chatml_tokenizer(
+        extra_special_tokens={"boi_token": "<b>", "eoi_token": "<e>", "image_token": "<i>"}
+    )
+    base, export = tmp_path / "base", tmp_path / "export"
+    written(base, "Gemma 3", image_token_index=tokenizer.image_token_id)
+    images = transformers.Gemma3ImageProcessor(size={"height": 8, "width": 8})
+    transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(base)
+    module = opened(base)
+    module.save_weights(module.state_dict(), export)
+    save_tokenizer_and_config(module.model, load_tokenizer(config_of(str(base))), export)
+    picture = torch.arange(3 * 8 * 8, dtype=torch.uint8).reshape(3, 8, 8)
+    rows, logits = [], []
+    for folder in (base, export):
+        processor = AutoProcessor.from_pretrained(folder)
+        inputs = processor(text=["a <b> a"], images=[[picture]], return_tensors="pt")
+        rows.append(inputs["input_ids"].tolist())
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+        logits.append(model(**inputs).logits)
+    assert rows[0] == rows[1]
+    assert rows[0][0].count(tokenizer.image_token_id) == 4
+    assert torch.equal(*logits)
 
 
 def test_only_the_text_part_is_trained_if_asked_for(

@@ -105,7 +105,12 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            # Experts of any dtype run on a device, but on the meta device torch wants bf16.
+            matrices = (matrix.to(torch.bfloat16) for matrix in args[:2])
+            result = func(*matrices, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import TrainableTokensWrapper
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 
 from rlhf.config.sections import Config, ModelConfig
@@ -19,6 +21,7 @@ from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.accelerated import compiles, setting
 from rlhf.model.parts import beyond_text
 from rlhf.model.router import routers_of
+from rlhf.model.save import without_values
 from rlhf.model.stored import ADAPTER_FILES, damaged_file
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.tying import differ, untie
@@ -55,14 +58,12 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
         try:
             model = get_peft_model(causal, settings, autocast_adapter_dtype=False)
         except Exception as error:  # peft refuses some targets of some families.
-            if adapter is None:
-                raise RLHFError(
-                    f"peft refuses the adapter of {type(causal).__name__} ({first_line(error)}); "
-                    "change lora"
-                ) from error
+            kind, reason = type(causal).__name__, first_line(error)
             raise RLHFError(
-                f"cannot put the adapter {adapter} on {type(causal).__name__} "
-                f"({first_line(error)}); merge it into its base first, or choose another adapter"
+                f"peft refuses the adapter of {kind} ({reason}); change lora"
+                if adapter is None
+                else f"cannot put the adapter {adapter} on {kind} ({reason}); merge it into its "
+                "base first, or choose another adapter"
             ) from error
         if adapter is not None:
             check_head(adapter, causal, was_tied=was_tied)
@@ -199,8 +200,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     lora = config.lora
     assert lora is not None
     targets = target_modules(causal, lora.targets)
-    check_saved(causal, lora.modules_to_save)
-    check_stacked(causal, lora.parameters)
+    check_names(causal, lora)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
@@ -219,21 +219,40 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
 
 
 def target_modules(causal: Any, chosen: str | Sequence[str]) -> list[str]:
-    """Return the names of `lora.targets`. Raises RLHFError for the head and for names that no
-    module has."""
+    """Return the names of `lora.targets`. Raises RLHFError for the head, for names that no module
+    has and for those of modules that peft would not adapt."""
     if chosen == "all-linear":
-        return sorted({name.split(".")[-1] for name in linear_modules(causal)})
-    targets, head = as_names(chosen), head_name(causal)
-    if head in targets:
+        linear = {name.split(".")[-1] for name in linear_modules(causal)}
+        return sorted(linear - taken_for_experts(causal, linear))
+    targets = [chosen] if isinstance(chosen, str) else list(chosen)
+    if (head := head_name(causal)) in targets:
         raise RLHFError(
             f"lora.targets names the head {head}, whose adapter would not affect the "
             f"log-probabilities; remove {head}"
         )
-    names = [f".{name}" for name, _ in causal.named_modules()]
+    names, kind = [f".{name}" for name, _ in causal.named_modules()], type(causal).__name__
     unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
     if unknown or not targets:
-        raise no_such_target(causal, unknown)
+        raise RLHFError(
+            f"lora.targets {', '.join(unknown) or '[]'} names no module of {kind}; its linear "
+            f"modules: {', '.join(target_modules(causal, 'all-linear'))}"
+        )
+    if taken := sorted(taken_for_experts(causal, targets)):
+        raise RLHFError(
+            f"peft adapts experts or routers of {kind} in place of the modules {listed(taken)} in "
+            "lora.targets; remove these, and name the weights of experts in lora.parameters"
+        )
     return targets
+
+
+def taken_for_experts(causal: Any, targets: Iterable[str]) -> set[str]:
+    """Return the targets that peft takes for the names that experts and routers had up to
+    transformers 4, when they were linear layers. It adapts these instead, at the creation of an
+    adapter and when one is opened again, also where the model has modules with the same names."""
+    settings = LoraConfig(target_modules=list(targets))
+    with suppress(ValueError):  # peft raises it again when it creates the adapter.
+        convert_peft_config_for_transformers(settings, causal, None)
+    return {*targets}.difference(settings.target_modules or ())
 
 
 def excluded_modules(causal: Any, targets: Sequence[str]) -> str | None:
@@ -274,62 +293,44 @@ def is_linear(module: nn.Module) -> bool:
     own has to return one tensor of the right shape."""
     if not isinstance(module, nn.Linear):
         return type(module).__name__ == "Conv1D"
-    kind, meta = type(module), torch.device("meta")
+    kind = type(module)
     if kind.forward is nn.Linear.forward or kind.__module__.startswith("bitsandbytes."):
         return True
-    weights = {
-        name: torch.empty(tuple(whole_shape(value)), device=meta)
-        for name, value in module.named_parameters()
-    }
-    row = torch.empty(1, module.in_features, device=meta)
+    row = torch.empty(1, module.in_features, device="meta")
     try:
-        found = torch.func.functional_call(module, weights, (row,))
+        found = torch.func.functional_call(module, without_values(module), (row,))
     except Exception:  # A family's own code may raise anything.
         return False
     return isinstance(found, Tensor) and found.shape == (1, module.out_features)
 
 
-def check_saved(causal: Any, names: Sequence[str]) -> None:
-    """Raise RLHFError for names in `lora.modules_to_save` that no module has."""
-    wholes = {
-        name.split(".")[-1]
-        for name, module in causal.named_modules()
-        if not isinstance(module, nn.ModuleList)
-    }
-    for name in names:
+def check_names(causal: Any, lora: Any) -> None:
+    """Raise RLHFError for names in `lora.modules_to_save` that no module of the model has, and in
+    `lora.parameters` that no stacked weight has."""
+    kind = type(causal).__name__
+    modules = dict(causal.named_modules())
+    lists = {name for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    wholes = {name.split(".")[-1] for name in modules.keys() - lists}
+    for name in lora.modules_to_save:
         if name not in wholes:
             near = difflib.get_close_matches(name, wholes - {""}, n=3, cutoff=0.0)
             raise RLHFError(
-                f"lora.modules_to_save {name} names no module of {type(causal).__name__}; similar "
-                f"names: {', '.join(near)}"
+                f"lora.modules_to_save {name} names no module of {kind}; similar names: "
+                f"{', '.join(near)}"
             )
-
-
-def check_stacked(causal: Any, names: Sequence[str]) -> None:
-    """Raise RLHFError for names in `lora.parameters` that no stacked weight of the model has."""
     stacked = [
-        name for name, parameter in causal.named_parameters() if len(whole_shape(parameter)) == 3
+        name
+        for name, weight in causal.named_parameters()
+        if len(whole_shape(weight)) == 3
+        and not isinstance(modules[name.rpartition(".")[0]], nn.Conv1d)
     ]
-    for name in names:
+    for name in lora.parameters:
         if not any(f".{one}".endswith(f".{name}") for one in stacked):
             known = ", ".join(sorted({".".join(one.split(".")[-2:]) for one in stacked}))
             raise RLHFError(
-                f"lora.parameters {name} names no stacked weight of {type(causal).__name__}; "
+                f"lora.parameters {name} names no stacked weight of {kind}; "
                 + (f"available: {known}" if known else "it has none, so remove lora.parameters")
             )
-
-
-def no_such_target(causal: Any, targets: list[str]) -> RLHFError:
-    """Return the error for names in `lora.targets` that are not modules of the model."""
-    return RLHFError(
-        f"lora.targets {', '.join(targets) or '[]'} names no module of {type(causal).__name__}; "
-        f"its linear modules: {', '.join(target_modules(causal, 'all-linear'))}"
-    )
-
-
-def as_names(targets: Any) -> list[str]:
-    """Return the module names of `lora.targets` as a list."""
-    return [targets] if isinstance(targets, str) else list(targets or ())
 
 
 def head_name(causal: Any) -> str:

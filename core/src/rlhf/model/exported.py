@@ -54,17 +54,14 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
                 output_loading_info=True,
             )
     except Exception as error:  # A damaged folder may raise anything.
+        name, remedy = str(folder), "pass the model/ folder of a run"
+        if adapted:
+            name = f"the base model {base} of {folder}"
+            remedy = "correct base_model_name_or_path in its adapter_config.json"
         if needs_code(error):
-            raise not_run(f"the base model {base} of {folder}" if adapted else folder) from error
+            raise not_run(name) from error
         damaged = damaged_file(folder, READ) or damaged_file(base, READ)
-        if not adapted:
-            raise damaged or RLHFError(
-                f"cannot load {folder} ({first_line(error)}); pass the model/ folder of a run"
-            ) from error
-        raise damaged or RLHFError(
-            f"cannot load the base model {base} of {folder} ({first_line(error)}); correct "
-            "base_model_name_or_path in its adapter_config.json"
-        ) from error
+        raise damaged or RLHFError(f"cannot load {name} ({first_line(error)}); {remedy}") from error
     check_tied(model, base)
     warn_of_unused(base, model, report["unexpected_keys"])
     if adapted:

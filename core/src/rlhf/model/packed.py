@@ -42,7 +42,7 @@ OUR_LAYERS = {
 
 SPARSE_LAYERS = {
     "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention",
-    "minimax_m3_sparse",
+    "minimax_m3_sparse", "reference_sliding_attention",
 }  # fmt: skip
 """Layer types that choose the tokens which they attend to. All others carry a state along the
 row."""

@@ -43,19 +43,15 @@ def language_model(causal: Any) -> Any:
 
 
 def beyond_text(causal: Any) -> list[nn.Module]:
-    """Return the parts of a model with parameters of their own that text does not reach: towers for
-    images and sounds, with their projectors. Empty for a model of text."""
+    """Return the modules of a model that text does not reach, each without its parts: those of
+    towers for images and sounds, with their projectors. Empty for a model of text."""
     if not reads_images(causal.config):
         return []
     base = causal.base_model
     # With its head, if that is a language model of its own.
     text = (causal if label_head(causal) is None else base).get_decoder()
     reached = {*text.modules(), causal.get_input_embeddings()}
-    return [
-        part
-        for part in base.modules()
-        if part not in reached and any(True for _ in part.parameters(recurse=False))
-    ]
+    return [part for part in base.modules() if part not in reached]
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

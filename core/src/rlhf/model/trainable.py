@@ -26,7 +26,8 @@ def prepare_trainable(causal: Any, config: Config, task: Task) -> nn.Module:
     if config.model.quantize is not None and causal.device.type != "meta":
         causal.requires_grad_(False)  # Only adapters, which are added later, are trained.
     for part in beyond_text(causal):
-        part.requires_grad_(False)
+        for parameter in part.parameters(recurse=False):  # BLIP-2 itself is such a part.
+            parameter.requires_grad_(False)
     model = causal
     if config.lora is not None or config.model.adapter is not None:
         from rlhf.model.adapters import with_adapter  # late: start-up time

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import asdict
@@ -16,6 +17,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
 from rlhf.train.rollout import FILE, Rollouts
+from rlhf.trainer import answer_seeds
 
 
 class Rows(list[Example]):
@@ -77,6 +79,18 @@ def test_totals_are_counted_from_the_new_examples() -> None:
     assert counts == [whole, whole]
 
 
+def test_the_sum_of_a_value_per_example_or_answer_is_a_count_of_the_step() -> None:
+    answers = [Answer([1, 2]), Answer([3])]
+    label = [[0.5, 0.5], [0.5]]
+    made = [
+        Example([9], answers, {"tokens": 7.0, "solved": solved, "kept": [1.0, kept], "mark": label})
+        for solved, kept in ((1.0, 0.0), (0.0, 1.0))
+    ]
+    plan, _ = order(ranks=1).step_of(made, np.arange(2))
+    counts = {"examples": 2.0, "answers": 4.0, "tokens": 6.0, "labels": 6.0}
+    assert plan.totals == {**counts, "solved": 1.0, "kept": 3.0}
+
+
 def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
     with pytest.raises(RLHFError) as error:
         rollouts(Doubling(), tokens=8, num_rows=6, ranks=1).step(0)
@@ -85,6 +99,10 @@ def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
         f"with its new answer rows.jsonl line {row + 1} has {3 + 2 * row} tokens but batch.tokens "
         f"is 8; set batch.tokens to at least {3 + 2 * row}, or generate fewer tokens"
     )
+
+
+def test_each_answer_has_a_seed_of_its_own() -> None:
+    assert answer_seeds([10, 20], 3) == [10, 11, 12, 20, 21, 22]
 
 
 def test_the_examples_of_a_rollout_serve_several_steps_in_several_passes() -> None:

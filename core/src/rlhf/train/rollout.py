@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 
 from rlhf.contract.checks import Moment, after, call_of, check_rollout, naming
 from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
+from rlhf.data.example import Example, num_tokens
 from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, StepPlan
 from rlhf.data.trees import TreeFile, to_table, tree, write
@@ -118,7 +118,7 @@ class Rollouts:
             examples = self.trainer.rollout(given, step, seeds)
         check_rollout(examples, self.trainer, moment, rows.tolist(), self.mesh)
         for row, example in zip(rows, examples, strict=True):
-            size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
+            size = num_tokens(example)
             if size > (budget := order.config.batch.budget):
                 raise RLHFError(
                     f"with its new answer {order.examples.name(row)} has {size} tokens but "

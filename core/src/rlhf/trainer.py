@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import attrs
 import numpy as np
@@ -19,6 +19,8 @@ from rlhf.data.examples import Examples, Packable
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, ModelShape, Readout
 from rlhf.registry.imports import load_user_object
+
+T = TypeVar("T")
 
 __all__ = [
     "Answer",
@@ -401,6 +403,12 @@ class Run(Protocol):
 
         Collective: every rank passes the same examples and computes its share of them.
         """
+
+    def on_rank_zero(self, act: Callable[[], T], *, share: bool = True) -> T:
+        """Return the result of `act` on rank 0, on every rank; with `share` False on rank 0 only,
+        and None elsewhere. For what is called once, such as the reward functions of a rollout. An
+        RLHFError is raised on every rank. Collective. A rehearsal of a step calls nothing and
+        returns None."""
 
     def load_architecture(self, role: str = "policy", *, model: ModelConfig | None = None) -> Any:
         """Return transformers' configuration of the model of a role, without its weights. Raises

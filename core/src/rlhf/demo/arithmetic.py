@@ -84,8 +84,8 @@ def prompt(problem: Problem, draw: random.Random) -> dict[str, Any]:
 
 
 def sums(split: str) -> Iterator[dict[str, Any]]:
-    """Yield chains of three operations, `1 + 2 + 3 + 4:`, as the base model has seen them, each
-    with its worked `steps`."""
+    """Yield chains of three operations, each with its worked `steps`. The base model has seen
+    `1 + 2 + 3 + 4:`, but not the brackets of `(1 + 2 + 3 + 4):`."""
     draw, seen = random.Random(f"sums {split}"), set[str]()
     while len(seen) < SIZES[split]:
         numbers, signs = _chain(draw)
@@ -94,7 +94,7 @@ def sums(split: str) -> Iterator[dict[str, Any]]:
         if new and _held_out(expression) == (split == "eval"):
             seen.add(expression)
             steps, _ = _work(numbers, signs)
-            yield {"prompt": f"{expression}:\n", "steps": list(steps[:-1])}
+            yield {"prompt": f"({expression}):\n", "steps": list(steps[:-1])}
 
 
 def preference(problem: Problem, draw: random.Random) -> dict[str, Any]:

@@ -6,7 +6,7 @@ for any trainer and any model whose code does not read values.
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -257,6 +257,9 @@ class Rehearsal(RunModels):
 
     def read(self, *arguments: Any, **options: Any) -> list[list[Any]]:
         raise UnknownError("its setup reads examples, which is not possible without values")
+
+    def on_rank_zero(self, act: Callable[[], Any], *, share: bool = True) -> Any:
+        return None
 
     def without_values(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch on the meta device, with the values that a cache would add."""

@@ -29,7 +29,10 @@ FOR_PLUGINS = (
     *("plugin", "cli", "errors", "trainer", "formats", "scorer", "readouts", "engine", "kernels"),
     *("rollouts", "demo"),
 )
-PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_distill", "rlhf_devkit")
+LIBRARIES = (
+    *("rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models", "rlhf_devkit"),
+)
+PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), *LIBRARIES)
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
 Function = ast.FunctionDef | ast.AsyncFunctionDef

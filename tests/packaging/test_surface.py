@@ -34,9 +34,11 @@ FILES = [
     for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))
     if not {DEVKIT, BESIDE_CORE} & {*path.parents}
 ]
-LIBRARIES = ("rlhf_devkit", "rlhf_distill")
+LIBRARIES = (
+    *("rlhf_devkit", "rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
+)
 """What distributions of others import beside core."""
-OURS = ("rlhf", *LIBRARIES)
+OURS = ("rlhf", *(name.partition(".")[0] for name in LIBRARIES))
 OF_OTHERS = sorted([
     *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/**/*.py")
 ])  # fmt: skip

@@ -1,0 +1,80 @@
+"""Rewards by the frozen reward models of a run, on all of its ranks."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rlhf.engine import Engine
+from rlhf.errors import RLHFError
+from rlhf.plugin import ModelConfig
+from rlhf.readouts import scores
+from rlhf.trainer import Example, PackedBatch, Run, encode
+from rlhf_rollouts.rewards import RewardSpec
+
+
+class RewardModels:
+    """The reward models among `specs`, loaded as frozen models of a run. Collective.
+
+    They have the policy's precision. A prompt and its answer are tokenised as in the training of
+    the reward model, by its own tokenizer. Rewards are normalised if its run wanted them so
+    (`rm.normalise`).
+    """
+
+    def __init__(self, run: Run, specs: Sequence[RewardSpec]) -> None:
+        self._run = run
+        self._models: dict[str, tuple[Engine, Any, tuple[float, float]]] = {}
+        own = run.config.model
+        for spec in specs:
+            if spec.model is not None:
+                model = ModelConfig(
+                    path=spec.model, dtype=own.dtype, trust_remote_code=own.trust_remote_code
+                )
+                engine = run.load(spec.label, model=model, task="sequence", trained=False)
+                scale = mean_and_deviation(engine.module.causal.config, spec)
+                self._models[spec.label] = engine, run.load_tokenizer(model), scale
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the rewards of answers by the name of the reward [answers], float64: the argument
+        `scored` of `Rewards`. Texts or messages have one entry per answer, the same on every rank,
+        and the answers to a prompt are neighbours. Collective."""
+        pairs = [*zip(prompts, completions, strict=True)]
+        groups = [[*group] for _, group in groupby(pairs, lambda pair: pair[0])]
+        scored = {}
+        for name, (engine, tokenizer, (mean, deviation)) in self._models.items():
+            examples = [
+                example_of(tokenizer, group[0][0], [answer for _, answer in group])
+                for group in groups
+            ]
+            read = self._run.read(examples, partial(rewards_of, engine), per="answer")
+            values = np.concatenate([np.asarray(each, dtype=float) for each in read])
+            scored[name] = (values - mean) / deviation
+        return scored
+
+
+def example_of(tokenizer: Any, prompt: Any, answers: Sequence[Any]) -> Example:
+    """Return a prompt and its answers as a reward model reads them."""
+    row = encode(tokenizer, prompt, *answers, renders_whole=True)
+    return Example(row.prompt, row.answers)
+
+
+def rewards_of(engine: Engine, batch: PackedBatch) -> Tensor:
+    """Return the reward of each answer [A]."""
+    return engine(batch, scores)["scores"]
+
+
+def mean_and_deviation(config: Any, spec: RewardSpec) -> tuple[float, float]:
+    """Return by what the rewards of a model are normalised: 0 and 1 unless its run wanted it."""
+    if not getattr(config, "reward_normalise", False):
+        return 0.0, 1.0
+    if config.reward_mean is None:
+        raise RLHFError(
+            f"reward {spec.label!r}: {spec.model} has no reward_mean in its config.json, because "
+            "its run had no held-out rows; set data.eval in that run"
+        )
+    return config.reward_mean, max(config.reward_std, 1e-8)

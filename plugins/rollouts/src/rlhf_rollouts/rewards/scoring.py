@@ -1,0 +1,261 @@
+"""Rewards of a rollout's answers: the calls that are made, and the total of their scores."""
+
+import sys
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import frozen
+
+from rlhf.errors import RLHFError, counted, listed
+from rlhf.plugin import check_model_folder, documented
+from rlhf_rollouts.rewards.answers import Answers
+from rlhf_rollouts.rewards.functions import ANSWER, COMMON, Call, Outcome, shown
+from rlhf_rollouts.rewards.pool import Pool, Source, Task
+from rlhf_rollouts.rewards.rules import HAS_MATH_VERIFY, text_of
+from rlhf_rollouts.rewards.spec import RewardSpec, address
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+NOT_PASSED = ("prompt", "completion", "completion_ids")
+"""Columns that functions do not get, as in TRL."""
+
+
+@documented
+@frozen
+class Scores:
+    """The rewards of the answers of a rollout, in their order."""
+
+    by_name: "Mapping[str, np.ndarray]"
+    """The score of each answer by the name of the reward [answers], float64, without its weight;
+    nan where the reward did not score it."""
+    total: "np.ndarray"
+    """The weighted sum over the rewards that scored the answer [answers], float64; nan where none
+    did."""
+    columns: Mapping[str, list[Any]]
+    """What functions logged with `log_extra`: plain data, one value for each answer, None where
+    nothing was logged."""
+    metrics: Mapping[str, float]
+    """What functions logged with `log_metric`, as the mean over the answers of their calls."""
+
+
+class Rewards:
+    """Rewards that score answers in processes of their own.
+
+    Functions are imported when the object is created, and none is called. Raises RLHFError for one
+    that cannot be found, whose signature does not fit, or that does not have an option.
+
+    `deadline` is the time of a call in seconds, `workers` the number of processes. `close` ends
+    them; they also end with the process that has created the object.
+    """
+
+    def __init__(
+        self, specs: Sequence[RewardSpec], *, deadline: float = 60.0, workers: int = 1
+    ) -> None:
+        if not specs:
+            raise RLHFError("rewards is empty; add a function, a url or a model")
+        for label, count in Counter(spec.label for spec in specs).items():
+            if count > 1:
+                raise RLHFError(f"{count} rewards are called {label!r}; set `name` of the others")
+        self.specs = tuple(specs)
+        self.deadline = deadline
+        self._called = [spec for spec in specs if spec.model is None]
+        self._pool = Pool([source(spec, deadline) for spec in self._called], workers=workers)
+
+    @property
+    def note(self) -> str:
+        """A line for the start of a run: the rewards with their weights."""
+        parts = (f"{spec.label} x {spec.weight:g}" for spec in self.specs)
+        text = f"rewards    {', '.join(parts)}"
+        if any(spec.function == "boxed" for spec in self.specs):
+            how = "by math-verify" if HAS_MATH_VERIFY else "as text, without math-verify"
+            text += f"; boxed compares {how}"
+        return text
+
+    def check(self) -> None:
+        """Raise RLHFError for a server that does not answer, or for a reward model without a
+        folder."""
+        # Only a server needs the libraries of HTTP.
+        from rlhf_rollouts.rewards.server import reach
+
+        for spec in self.specs:
+            if spec.url:
+                reach(address(spec.url))
+            if spec.model:
+                check_model_folder(spec.model, f"reward {spec.label!r}: model")
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise RLHFError unless the rows have the columns that the rewards need."""
+        columns = {*columns} - {*NOT_PASSED}
+        if taken := {*COMMON} & columns:
+            raise RLHFError(
+                f"the rows have a column {min(taken)!r}, which is an argument of every reward "
+                "function; rename the column"
+            )
+        for spec, (_, needed) in zip(self._called, self._pool.loaded, strict=True):
+            for name in (*needed, *spec.when):
+                if name not in columns:
+                    raise RLHFError(
+                        f"reward {spec.label!r} needs the column {name!r}; the rows have "
+                        f"{listed(sorted(columns)) or 'no columns'}"
+                    )
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        trainer_state: Any,
+        scored: "Mapping[str, np.ndarray] | None" = None,
+    ) -> Scores:
+        """Return the scores of answers. All arguments but `trainer_state` have one entry per
+        answer, and the answers to a prompt are neighbours. `scored` has the scores of reward models
+        [answers] by the name of the reward.
+
+        Raises RLHFError if a reward fails. A call that does not return before the deadline is ended
+        with its process; then each of its prompts gets a call with an equal share of the deadline.
+        Answers that are not scored then are unscorable, which a line on standard error says. More
+        than half of them are an error.
+        """
+        scored, count = scored or {}, len(completions)
+        texts = {"prompts": prompts, "completion_ids": completion_ids}
+        for name, values in {**texts, **columns, **scored}.items():
+            if len(values) != count:
+                raise RLHFError(f"{name!r} has {len(values)} entries for {count} answers")
+        for spec in self.specs:
+            if spec.model and spec.label not in scored:
+                raise RLHFError(
+                    f"reward {spec.label!r}: this trainer does not load reward models; start "
+                    "`rlhf serve` with the model, and set url in place of model"
+                )
+        passed = {name: columns[name] for name in columns if name not in NOT_PASSED}
+        self.check_columns(passed)
+        ids = [list(map(int, tokens)) for tokens in completion_ids]
+        answers = Answers(prompts, completions, ids, passed)
+        asked = [answers.matching(spec.when) for spec in self._called]
+        state = plain_state(trainer_state)
+        calls = [
+            answers.call(function, places)
+            for function, all_places in enumerate(asked)
+            for places in answers.parts(all_places)
+        ]
+        tasks = deque(self._tasks(calls, self.deadline))
+        results: list[tuple[Call, Outcome]] = []
+        lost: Counter[int] = Counter()
+        failed = None
+        with closing(self._pool.outcomes(tasks, state)) as outcomes:
+            for call, outcome in outcomes:
+                if outcome.kind == "scored":
+                    results.append((call, outcome))
+                elif outcome.kind == "failed":
+                    failed = call, outcome
+                    break
+                elif len(prompts_of := answers.by_prompt(call.places)) > 1:
+                    calls = [answers.call(call.function, places) for places in prompts_of]
+                    tasks.extend(self._tasks(calls, self.deadline / len(calls)))
+                else:
+                    lost[call.function] += len(call.places)
+                    self._check_lost(call, lost[call.function], len(asked[call.function]))
+        if failed is not None:
+            raise self._error(*failed, answers, state)
+        return self._scores(results, count, scored)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _tasks(self, calls: Sequence[Call], seconds: float) -> list[Task]:
+        """Return calls as tasks: asynchronous ones run together, others one after the other."""
+        together = [call for call in calls if self._pool.loaded[call.function][0]]
+        alone = [call for call in calls if not self._pool.loaded[call.function][0]]
+        tasks: list[Task] = [(together, self.deadline)] if together else []
+        return tasks + [([call], seconds) for call in alone]
+
+    def _check_lost(self, call: Call, lost: int, asked: int) -> None:
+        """Say that the answers of a call are unscorable. Raises RLHFError if most of them are."""
+        name = self._called[call.function].label
+        if 2 * lost > asked:
+            raise RLHFError(
+                f"reward {name!r}: did not return in time for {lost} of {asked} answers; make the "
+                f"function faster, or raise the deadline of {self.deadline:g} s"
+            )
+        count, prompt = counted(len(call.places), "answer"), shown(text_of(call.prompts[0]))
+        print(
+            f"warning: reward {name!r}: did not return in time for {count} to {prompt}; they count "
+            "as unscorable",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    def _error(
+        self, call: Call, outcome: Outcome, answers: Answers, state: Mapping[str, Any]
+    ) -> RLHFError:
+        """Return the error for a call that has failed, with the answer at which it fails."""
+        where = None
+        if outcome.trace and len(call.places) > 1:
+            # Each answer by itself shows which one it is.
+            alone = [answers.call(call.function, [place]) for place in call.places]
+            tasks = deque(self._tasks(alone, self.deadline / len(alone)))
+            with closing(self._pool.outcomes(tasks, state)) as outcomes:
+                failing = (each for each in outcomes if each[1].trace)
+                call, outcome = next(failing, (call, outcome))
+            where = f"{len(call.places)} answers together" if len(call.places) > 1 else None
+        text = outcome.text.replace(ANSWER, where or answers.name(call.places[outcome.place]))
+        error = RLHFError(f"reward {self._called[call.function].label!r}: {text}")
+        if outcome.trace:
+            error.add_note(outcome.trace)
+        return error
+
+    def _scores(
+        self,
+        results: Sequence[tuple[Call, Outcome]],
+        count: int,
+        scored: "Mapping[str, np.ndarray]",
+    ) -> Scores:
+        """Return what the calls have returned, in the order of the answers."""
+        # The commands that read a configuration do not need numpy.
+        import numpy as np
+
+        by_name = {spec.label: np.full(count, np.nan) for spec in self.specs}
+        columns: dict[str, list[Any]] = {}
+        sums: dict[str, float] = {}
+        sizes: Counter[str] = Counter()
+        for name, values in scored.items():
+            by_name[name][:] = values
+        # Calls return in any order, and a sum depends on the order.
+        for call, outcome in sorted(results, key=lambda it: (it[0].function, it[0].places[0])):
+            by_name[self._called[call.function].label][call.places] = outcome.values
+            for name, extras in outcome.extras.items():
+                column = columns.setdefault(name, [None] * count)
+                for place, extra in zip(call.places, extras, strict=True):
+                    column[place] = extra
+            for name, mean in outcome.metrics.items():
+                sums[name] = sums.get(name, 0.0) + mean * len(call.places)
+                sizes[name] += len(call.places)
+        total, unscored = np.zeros(count), np.ones(count, dtype=bool)
+        for spec in self.specs:
+            known = ~np.isnan(by_name[spec.label])
+            total[known] += spec.weight * by_name[spec.label][known]
+            unscored &= ~known
+        total[unscored] = np.nan
+        return Scores(by_name, total, columns, {name: sums[name] / sizes[name] for name in sums})
+
+
+def source(spec: RewardSpec, deadline: float) -> Source:
+    """Return where the function of a reward is; that of a server is one of ours."""
+    if spec.url:
+        options = {"url": address(spec.url), "seconds": deadline}
+        return spec.label, "rlhf_rollouts.rewards.server:server", options
+    return spec.label, str(spec.function), spec.options
+
+
+def plain_state(state: Any) -> dict[str, Any]:
+    """Return the fields of a trainer's state: of a mapping, an attrs class or another object."""
+    if attrs.has(type(state)):
+        return attrs.asdict(state, recurse=False)
+    return dict(state if isinstance(state, Mapping) else vars(state))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlhf.config.sections import BatchConfig, Config, TrainConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.layout import groups_by_length
 from rlhf.data.order import RunOrder
+from rlhf.data.packing import divided
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
@@ -38,6 +40,9 @@ class Doubling:
     def rollout(self, examples: Sequence[Example], step: int, seeds: list[int]) -> list[Example]:
         self.calls.append((step, seeds))
         return [self.made(example) for example in examples]
+
+    def needs_survey(self) -> bool:
+        return False
 
     def made(self, example: Example) -> Example:
         tokens = list(example.answers[0].tokens)
@@ -99,6 +104,39 @@ def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
         f"with its new answer rows.jsonl line {row + 1} has {3 + 2 * row} tokens but batch.tokens "
         f"is 8; set batch.tokens to at least {3 + 2 * row}, or generate fewer tokens"
     )
+
+
+class Several(Doubling):
+    """Three answers to each prompt, with values per answer and per token."""
+
+    def made(self, example: Example) -> Example:
+        row = float(example.answers[0].tokens[0])
+        answers = [Answer([int(row)] * size) for size in (4, 3, 2)]
+        return Example(
+            [9, 9], answers, {"kept": [row, 1.0, 0.0], "mark": [[row] * 4, [2.0] * 3, [3.0] * 2]}
+        )
+
+
+def test_a_tree_that_is_larger_than_the_budget_is_divided_with_the_same_sums() -> None:
+    whole, batches = rollouts(Several(), tokens=64, ranks=1).step(0)
+    plan, parts = rollouts(Several(), tokens=8, ranks=1).step(0)
+    assert plan.totals == whole.totals
+    assert plan.lengths.tolist() == [11, 11, 11]
+    assert all(len(batch.tokens) <= 8 for batch in parts)
+    assert (
+        sorted(answers for batch in parts for _, answers in batch.spans)
+        == [(3, 2)] * 3 + [(4,)] * 3
+    )
+    for name in ("kept", "mark"):
+        sums = [sum(b.values[name].nansum().item() for b in each) for each in (parts, batches)]
+        assert sums[0] == sums[1]
+    marks = [batch.values["mark"][batch.predict_at] for batch in parts]
+    assert not any(mark.isnan().any() for mark in marks)
+
+
+def test_a_tree_with_a_value_of_its_own_is_not_divided() -> None:
+    example = attrs.evolve(Several().made(Example([], [Answer([1])])), values={"margin": 1.0})
+    assert divided(example, 8) == [example]
 
 
 def test_each_answer_has_a_seed_of_its_own() -> None:

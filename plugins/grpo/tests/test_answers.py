@@ -73,7 +73,7 @@ def test_long_answers_cost_reward_but_the_metric_is_the_reward() -> None:
     penalty = np.array([0.0, -1.0, 0.0])
     np.testing.assert_allclose(first.values["advantage"], penalty - penalty.mean())
     assert first.values["reward"].tolist() == [1, 1, 1]
-    assert first.values["same_reward"] == 1
+    assert first.values["same_reward"].tolist() == [1, 1, 1]
 
 
 def test_an_answer_without_a_score_is_not_trained_on() -> None:

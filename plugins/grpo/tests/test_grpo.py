@@ -9,6 +9,7 @@ from attrs import frozen
 from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import Other, TrainerConformance, tiny
+from rlhf_devkit.curves import same_curve
 from rlhf_plugin_grpo.trainer import COLLAPSED_AFTER
 
 REWARDS = Path(__file__).with_name("grpo_rewards.py")
@@ -41,7 +42,7 @@ class TestGRPO(TrainerConformance):
         "filter": Other(value="zero_variance", under={"max_new_tokens": 1}),
         "batches": 2,
         "passes": 2,
-        "loss": f"{REWARDS.with_suffix('')}:squared",
+        "loss": "grpo_rewards:squared",
     }
     without_effect: ClassVar[dict[str, str]] = {
         "eval": "it is about held-out prompts",
@@ -132,14 +133,25 @@ def test_the_first_rollout_says_if_most_groups_teach_nothing(
     assert "\nrewards    until_step_2 x 1\n" in printed
 
 
-def test_groups_that_may_be_larger_than_the_budget_are_refused(
+def test_answers_that_may_be_larger_than_the_budget_are_refused(
     inputs: Inputs, tmp_path: Path
 ) -> None:
     with pytest.raises(RLHFError) as caught:
-        plain(inputs, tmp_path / "run", "short", "--batch.tokens", "40")
+        plain(inputs, tmp_path / "run", "short", "--batch.tokens", "25")
     text = str(caught.value)
-    assert ": 4 answers of grpo.max_new_tokens 6 and their prompt may have " in text
-    assert " tokens but batch.tokens is 40; set batch.tokens to at least " in text
+    assert ": with an answer of grpo.max_new_tokens 6 it may have " in text
+    assert " tokens but batch.tokens is 25; set batch.tokens to at least " in text
+
+
+def test_a_group_that_is_larger_than_the_budget_gives_the_same_curve(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    more = ("--train.steps", "3", "--grpo.preset", "gspo", "--optim.lr", "1e-2")
+    curves = [
+        plain(inputs, tmp_path / tokens, "few_letters", *more, "--batch.tokens", tokens)
+        for tokens in ("1000", "32")
+    ]
+    same_curve(*curves)
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_reward_on_held_out_prompts(
@@ -152,6 +164,31 @@ def test_the_best_checkpoint_is_that_of_the_highest_reward_on_held_out_prompts(
     assert len(set(rewards)) > 1
     best = max(range(len(rewards)), key=rewards.__getitem__)
     assert (tmp_path / "run" / "checkpoints" / f"step-{best + 1:06}").is_dir()
+
+
+def test_a_reward_model_scores_the_answers(inputs: Inputs, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "judge", seed=3)
+    words = [*inputs.words, "--output", str(tmp_path / "run"), "--train.steps", "1"]
+    rewards = f"[{{model: {model}, name: judge}}, {{function: '{REWARDS}:short', weight: 0}}]"
+    words += ["--grpo.rewards", rewards, "--grpo.truncated", "count"]
+    first = tiny.run("grpo", words, inputs.cache, True)[0]
+    assert first["reward"] == pytest.approx(first["rewards/judge/mean"], rel=1e-6)
+    assert first["rewards/judge/std"] > 0
+    assert -6 <= first["rewards/short/mean"] <= -1
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_distance_from_the_reference_changes_the_second_step(
+    place: str, inputs: Inputs, tmp_path: Path
+) -> None:
+    more = ("--train.steps", "2", "--grpo.preset", "dr_grpo", "--optim.lr", "1e-2")
+    free = plain(inputs, tmp_path / "free", "few_letters", *more)
+    kl = ("--grpo.kl.beta", "1", "--grpo.kl.in", place)
+    bound = plain(inputs, tmp_path / "bound", "few_letters", *more, *kl)
+    norms = [[line["grad_norm"] for line in each if "grad_norm" in line] for each in (free, bound)]
+    # The policy is the reference before the first step.
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
+    assert norms[0][1] != pytest.approx(norms[1][1], rel=1e-2)
 
 
 def test_metrics_have_the_names_of_trl(inputs: Inputs, tmp_path: Path) -> None:

@@ -84,13 +84,13 @@ def prompt(problem: Problem, draw: random.Random) -> dict[str, Any]:
 
 
 def sums(split: str) -> Iterator[dict[str, Any]]:
-    """Yield chains of three operations, each with its worked `steps`. The base model has seen
-    `1 + 2 + 3 + 4:`, but not the brackets of `(1 + 2 + 3 + 4):`."""
+    """Yield chains of two operations, each with its worked `steps`. The base model has seen
+    `1 + 2 + 3:`, but not the brackets of `(1 + 2 + 3):`."""
     draw, seen = random.Random(f"sums {split}"), set[str]()
     while len(seen) < SIZES[split]:
         numbers, signs = _chain(draw)
         expression = _expression(numbers, signs)
-        new = len(signs) == 3 and expression not in seen
+        new = len(signs) == 2 and expression not in seen
         if new and _held_out(expression) == (split == "eval"):
             seen.add(expression)
             steps, _ = _work(numbers, signs)

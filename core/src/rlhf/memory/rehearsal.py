@@ -19,7 +19,7 @@ from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example, num_tokens
 from rlhf.data.order import RunOrder, SurveyRows
-from rlhf.data.packing import pack
+from rlhf.data.packing import divided, pack
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
@@ -169,6 +169,7 @@ def largest_made(order: RunOrder, made: Example) -> Largest:
     """Return as many examples like `made` as a rank has in a step, or as fill the budget."""
     own = -(-order.config.batch.size // order.ranks)
     budget = order.config.batch.budget
+    made = divided(made, budget)[0]
     fitting = max(1, min(own, budget // num_tokens(made)))
     examples = [made] * fitting
     if fitting < own:

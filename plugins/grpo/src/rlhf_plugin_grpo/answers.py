@@ -81,14 +81,15 @@ class Judged:
         return kept
 
     def values(self) -> list[dict[str, Any]]:
-        """Return what metrics need of each group, by name."""
+        """Return what metrics need of each group, by name: all of it per answer, so that core can
+        divide a group that is larger than `batch.tokens`."""
         lengths, finished = self.lengths, self.finished.astype(float)
         scored = {"": self.total, **{f"/{name}": each for name, each in self.by_name.items()}}
         spread, same = deviations(self.total), alike(self.total).astype(float)
         return [
             {
-                "reward_std": float(spread[place]),
-                "same_reward": float(same[place]),
+                "reward_std": np.full_like(lengths[place], spread[place], np.float64),
+                "same_reward": np.full_like(lengths[place], same[place], np.float64),
                 "length": lengths[place].astype(float),
                 "finished": finished[place],
                 "finished_length": lengths[place] * finished[place],

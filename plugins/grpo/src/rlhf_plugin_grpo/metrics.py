@@ -19,8 +19,8 @@ def of_answers(batch: PackedBatch, names: Sequence[str]) -> Metrics:
     length, finished = values["length"], values["finished"]
     metrics: Metrics = {
         "reward": (values["reward"].sum(), "scored"),
-        "reward_std": (values["reward_std"].sum(), "examples"),
-        "frac_reward_zero_std": (values["same_reward"].sum(), "examples"),
+        "reward_std": (values["reward_std"].sum(), "answers"),
+        "frac_reward_zero_std": (values["same_reward"].sum(), "answers"),
         "unscorable": ((1 - values["scored"]).sum(), "answers"),
         "completions/mean_length": (length.sum(), "answers"),
         "completions/min_length": (least(length), "min"),

@@ -193,18 +193,17 @@ class GRPOTrainer(Trainer):
 
 
 def check_room(run: Run, config: GRPOConfig) -> None:
-    """Raise RLHFError if the answers to the longest prompt could be larger than the budget."""
+    """Raise RLHFError if an answer to the longest prompt could be larger than the budget."""
     for rows in run.examples:
         longest = int(rows.prompt_lengths.argmax())
         prompt = int(rows.prompt_lengths[longest])
-        shape = blank_tree(config, prompt=prompt, most=run.config.data.max_tokens)
-        size = prompt + sum(len(answer.tokens) for answer in shape.answers)
+        size = min(prompt + config.max_new_tokens, run.config.data.max_tokens)
         if size > run.config.batch.budget:
             raise RLHFError(
-                f"{rows.name(longest)}: {config.answers} answers of grpo.max_new_tokens "
-                f"{config.max_new_tokens} and their prompt may have {size} tokens but batch.tokens "
-                f"is {run.config.batch.budget}; set batch.tokens to at least {size}, or lower "
-                "grpo.answers or grpo.max_new_tokens"
+                f"{rows.name(longest)}: with an answer of grpo.max_new_tokens "
+                f"{config.max_new_tokens} it may have {size} tokens but batch.tokens is "
+                f"{run.config.batch.budget}; set batch.tokens to at least {size}, or lower "
+                "grpo.max_new_tokens"
             )
 
 

@@ -15,6 +15,10 @@ SAME = 1e-12
 def advantages(rewards: Rewards, kind: Advantage, scale: Scale) -> Rewards:
     """Return the advantages of answers, rewards [groups, answers] -> the same shape.
 
+    mean with the scale group is GRPO (arXiv 2402.03300), without a scale Dr. GRPO (arXiv
+    2503.20783), with batch REINFORCE++ with a group baseline (arXiv 2501.03262) up to which
+    deviation it is; leave_one_out is RLOO (arXiv 2402.14740).
+
     An answer without a score, nan, is in no mean and no standard deviation, and has the advantage
     0; so has the only answer of a group that is scored, unless nothing is subtracted.
     """

@@ -28,8 +28,9 @@ def surrogate(
 ) -> Tensor:
     """Return the negative gain of each prediction [N].
 
-    ppo: -min(r A, clip(r, 1 - low, 1 + high) A), and with `dual` at most -dual A for A < 0. cispo:
-    -sg(min(r, 1 + high)) A log p. none: -r A.
+    ppo, in GRPO (arXiv 2402.03300 eq. 3) and with two bounds in DAPO (arXiv 2503.14476 eq. 8):
+    -min(r A, clip(r, 1 - low, 1 + high) A), and with `dual` at most -dual A for A < 0 (arXiv
+    1912.09729). cispo: -sg(min(r, 1 + high)) A log p (arXiv 2506.13585 eq. 4). none: -r A.
     """
     if method.clip_kind == "cispo":
         weight = ratio.detach().clamp(max=1 + method.clip_high)

@@ -8,7 +8,7 @@ import numpy as np
 from rlhf.trainer import Example, Sample
 from rlhf_plugin_grpo.answers import Judged, blank_tree, stopped, trees
 from rlhf_plugin_grpo.config import GRPOConfig
-from rlhf_plugin_grpo.judging import kept_columns, texts_of
+from rlhf_rollouts.judges import kept_columns, texts_of
 from rlhf_rollouts.rewards import Scores
 
 

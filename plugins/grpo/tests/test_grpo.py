@@ -139,8 +139,9 @@ def test_answers_that_may_be_larger_than_the_budget_are_refused(
     with pytest.raises(RLHFError) as caught:
         plain(inputs, tmp_path / "run", "short", "--batch.tokens", "25")
     text = str(caught.value)
-    assert ": with an answer of grpo.max_new_tokens 6 it may have " in text
-    assert " tokens but batch.tokens is 25; set batch.tokens to at least " in text
+    assert ": with a new answer the example may have " in text
+    assert " tokens but batch.tokens is 25: set batch.tokens to at least " in text
+    assert text.endswith(", or lower grpo.max_new_tokens")
 
 
 def test_a_group_that_is_larger_than_the_budget_gives_the_same_curve(

@@ -33,8 +33,9 @@ from rlhf_plugin_grpo import losses, metrics
 from rlhf_plugin_grpo.advantages import Rewards, alike
 from rlhf_plugin_grpo.answers import Judged, blank_tree, plain_trees, stopped, trees
 from rlhf_plugin_grpo.config import GRPOConfig
-from rlhf_plugin_grpo.judging import Judges, kept_columns, started
 from rlhf_plugin_grpo.presets import PRESETS
+from rlhf_rollouts.judges import Judges, kept_columns, started
+from rlhf_rollouts.room import check_room
 
 COLLAPSED_AFTER = 10
 """Rollouts in a row in which nothing differs, and the reward is below that of the first, after
@@ -62,12 +63,13 @@ class GRPOTrainer(Trainer):
     def setup(self, run: Run) -> None:
         config = self.config
         self.run = run
-        check_room(run, config)
+        check_room(run, config.max_new_tokens, "grpo.max_new_tokens")
         changed = ", ".join(self.method.changed(PRESETS[config.preset]))
         run.notes.append(f"method     {config.preset}{' with ' if changed else ''}{changed}")
-        rewards = run.on_rank_zero(lambda: started(run, config), share=False)
+        options = {"deadline": config.deadline, "workers": config.workers}
+        rewards = run.on_rank_zero(lambda: started(run, config.rewards, **options), share=False)
         self.policy = run.load("policy", dropout=False)
-        self.judges = Judges(run, config, rewards)
+        self.judges = Judges(run, config.rewards, rewards)
         self.reference = None
         if self.method.kl_beta:
             self.reference = run.reference(config.kl.reference, every=config.kl.every, live=True)
@@ -190,21 +192,6 @@ class GRPOTrainer(Trainer):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.first_reward, self.flat = state["first_reward"], state["flat"]
-
-
-def check_room(run: Run, config: GRPOConfig) -> None:
-    """Raise RLHFError if an answer to the longest prompt could be larger than the budget."""
-    for rows in run.examples:
-        longest = int(rows.prompt_lengths.argmax())
-        prompt = int(rows.prompt_lengths[longest])
-        size = min(prompt + config.max_new_tokens, run.config.data.max_tokens)
-        if size > run.config.batch.budget:
-            raise RLHFError(
-                f"{rows.name(longest)}: with an answer of grpo.max_new_tokens "
-                f"{config.max_new_tokens} it may have {size} tokens but batch.tokens is "
-                f"{run.config.batch.budget}; set batch.tokens to at least {size}, or lower "
-                "grpo.max_new_tokens"
-            )
 
 
 def groups_line(same: Any, mean: float) -> str:

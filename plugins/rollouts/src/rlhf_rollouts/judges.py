@@ -13,8 +13,7 @@ from rlhf.engine import Engine
 from rlhf.plugin import ModelConfig
 from rlhf.readouts import scores
 from rlhf.trainer import Example, PackedBatch, Run, Sample, encode
-from rlhf_plugin_grpo.config import GRPOConfig
-from rlhf_rollouts.rewards import Rewards, Scores
+from rlhf_rollouts.rewards import Rewards, RewardSpec, Scores
 
 PROMPT = "prompt"
 
@@ -42,15 +41,15 @@ class RewardModel:
 class Judges:
     """All rewards of a run. Collective to create and to call."""
 
-    def __init__(self, run: Run, config: GRPOConfig, rewards: Rewards | None) -> None:
-        """Load the reward models. `rewards` are those of rank 0, None on other ranks."""
+    def __init__(self, run: Run, specs: Sequence[RewardSpec], rewards: Rewards | None) -> None:
+        """Load the reward models of `specs`. `rewards` are those of rank 0, None on other ranks."""
         self._run, self._rewards = run, rewards
         if self._rewards is not None:
             run.notes.append(self._rewards.note)
             weakref.finalize(self, self._rewards.close)
         self._models = {
             spec.label: load(run, f"reward {spec.label}", spec.model)
-            for spec in config.rewards
+            for spec in specs
             if spec.model is not None
         }
 
@@ -101,10 +100,11 @@ class Judges:
         return np.array([score for group in found for score in group], np.float64)
 
 
-def started(run: Run, config: GRPOConfig) -> Rewards:
+def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:
     """Start the processes of reward functions. Raises RLHFError for a function that cannot be
-    loaded, a server that does not answer, or rows without a column that is needed."""
-    rewards = Rewards(config.rewards, deadline=config.deadline, workers=config.workers)
+    loaded, a server that does not answer, or rows without a column that is needed. `options` are
+    those of `Rewards`."""
+    rewards = Rewards(specs, **options)
     columns = {name for part in run.examples for name in part[0].columns} - {PROMPT}
     rewards.check_columns(columns)
     rewards.check()

@@ -78,6 +78,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(fake: Fake) -> None:
     [
         (422, {"error": "too long"}, 'answered 422: {"error": "too long"}; look at the output of '
          "the server"),
+        (401, "no", "answered 401: no; set its token in RLHF_TOKEN"),
         (200, "no", "returned a response that is not JSON; check the address"),
         (200, {"scores": [1]}, 'returned a response without items and scores: {"scores": [1]}; '
          "check the address"),
@@ -98,8 +99,8 @@ def test_a_server_that_is_down_is_one_line(fake: Fake) -> None:
     assert str(raised.value) == f"{fake.url} answered 503: busy; look at the output of the server"
     # A pause that would end after the deadline is not waited for.
     message = (
-        "http://127.0.0.1:1/v1/score does not answer (<urlopen error [Errno 111] Connection "
-        "refused>); start the server, or correct the address"
+        "http://127.0.0.1:1/v1/score does not answer ([Errno 111] Connection refused); start the "
+        "server, or correct the address"
     )
     with pytest.raises(RLHFError) as raised:
         server(["a"], ["x"], url="http://127.0.0.1:1/v1/score", seconds=0.5)
@@ -108,4 +109,4 @@ def test_a_server_that_is_down_is_one_line(fake: Fake) -> None:
     with pytest.raises(RLHFError) as raised:
         rewards.check()
     rewards.close()
-    assert str(raised.value) == message
+    assert str(raised.value) == f"reward 'server': {message}"

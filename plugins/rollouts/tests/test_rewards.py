@@ -238,6 +238,11 @@ def test_options_are_keyword_arguments() -> None:
     assert load(f"{FILE}:scaled", {}).columns == ("factor",)
 
 
+def test_a_column_does_not_set_an_option_of_a_rule() -> None:
+    call = Call(0, [0], ["p"], ["five"], [[5] * 5], {"size": [9], "penalty": [0]})
+    assert score(call, load("repetition", {"size": 2}), {}).values == [-0.75]
+
+
 def test_columns_that_rewards_need_are_checked(closing: list[Rewards]) -> None:
     specs = [RewardSpec(function="exact", when={"source": "gsm8k"}), spec("length")]
     closing.append(rewards := Rewards(specs))
@@ -287,7 +292,7 @@ def test_the_list_of_rewards_is_checked() -> None:
 def test_a_worker_that_hangs_is_killed_and_its_answers_are_unscorable(
     closing: list[Rewards], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    closing.append(rewards := Rewards([spec("hangs"), spec("length")], deadline=0.6))
+    closing.append(rewards := Rewards([spec("hangs"), spec("length")], deadline=1.2))
     start = time.monotonic()
     result = scored(rewards, ["a", "hang", "b", "c", "d"], prompts=["p", "p", "q", "r", "r"])
     assert time.monotonic() - start < 10

@@ -15,6 +15,8 @@ from rlhf.readouts import scores
 from rlhf.trainer import Example, PackedBatch, Run, encode
 from rlhf_rollouts.rewards import RewardSpec
 
+__all__ = ["RewardModels"]
+
 
 class RewardModels:
     """The reward models among `specs`, loaded as frozen models of a run. Collective.

@@ -23,7 +23,10 @@ from rlhf_rollouts.rewards.spec import RULES
 TEXTS = ("prompts", "completions", "completion_ids")
 COMMON = (*TEXTS, "trainer_state", "log_extra", "log_metric")
 """The keywords of every call; further ones are columns of the rows."""
-NOT_OWN = ("<", str(Path(__file__).parent), *sysconfig.get_paths().values())
+NOT_OWN = (
+    *("<", str(Path(__file__).parent)),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 """What the names of files begin with that are not the user's: of Python, of packages and ours."""
 ANSWER = "\0"
 """Stands for the answer in the text of an outcome."""
@@ -105,7 +108,7 @@ def load(path: str, options: Mapping[str, Any]) -> Function:
     nothing: dict[str, Any] = {name: [] for name in (*TEXTS, *columns)}
     # It checks its options before it scores anything.
     call(**nothing, **options)
-    return Function(call, options, frozenset({*TEXTS, *columns, *own}), columns, is_async)
+    return Function(call, options, frozenset({*TEXTS, *columns, *options}), columns, is_async)
 
 
 def find(path: str) -> Callable[..., Any]:

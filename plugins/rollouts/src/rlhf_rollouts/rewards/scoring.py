@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class Rewards:
 
         for spec in self.specs:
             if spec.url:
-                reach(address(spec.url))
+                reach(address(spec.url), spec.label)
             if spec.model:
                 check_model_folder(spec.model, f"reward {spec.label!r}: model")
 
@@ -125,7 +125,8 @@ class Rewards:
         """
         scored, count = scored or {}, len(completions)
         texts = {"prompts": prompts, "completion_ids": completion_ids}
-        for name, values in {**texts, **columns, **scored}.items():
+        lists: dict[str, Sized] = {**texts, **columns, **scored}
+        for name, values in lists.items():
             if len(values) != count:
                 raise RLHFError(f"{name!r} has {len(values)} entries for {count} answers")
         for spec in self.specs:
@@ -138,8 +139,17 @@ class Rewards:
         self.check_columns(passed)
         ids = [list(map(int, tokens)) for tokens in completion_ids]
         answers = Answers(prompts, completions, ids, passed)
+        results = self._results(answers, plain_state(trainer_state))
+        return self._scores(results, count, scored)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _results(self, answers: Answers, state: Mapping[str, Any]) -> list[tuple[Call, Outcome]]:
+        """Return the outcomes of all calls that have scored, in any order. Raises RLHFError for one
+        that has failed."""
         asked = [answers.matching(spec.when) for spec in self._called]
-        state = plain_state(trainer_state)
         calls = [
             answers.call(function, places)
             for function, all_places in enumerate(asked)
@@ -164,11 +174,7 @@ class Rewards:
                     self._check_lost(call, lost[call.function], len(asked[call.function]))
         if failed is not None:
             raise self._error(*failed, answers, state)
-        return self._scores(results, count, scored)
-
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
+        return results
 
     def _tasks(self, calls: Sequence[Call], seconds: float) -> list[Task]:
         """Return calls as tasks: asynchronous ones run together, others one after the other."""

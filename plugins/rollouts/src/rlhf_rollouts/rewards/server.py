@@ -1,6 +1,5 @@
 """Scores from a server, as a reward function: see docs/serve.md for the form of the requests."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf.cli import is_local_host
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError
 
 PAUSES = (1.0, 4.0, 16.0)
 """Seconds before each further attempt."""
@@ -64,35 +63,42 @@ def exchange(url: str, body: Any, *, seconds: float) -> Any:
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with opened(request, seconds) as response:
-            return json.load(response)
+        return json.loads(fetch(request, seconds))
     except urllib.error.HTTPError as error:
         reason = " ".join(error.read().decode(errors="replace").split())[:300]
+        is_token = error.code == 401
+        remedy = "set its token in RLHF_TOKEN" if is_token else "look at the output of the server"
         kind = NoAnswer if error.code >= 500 else RLHFError
-        raise kind(
-            f"{url} answered {error.code}: {reason}; look at the output of the server"
-        ) from None
+        raise kind(f"{url} answered {error.code}: {reason}; {remedy}") from None
     except ValueError:
         raise RLHFError(f"{url} returned a response that is not JSON; check the address") from None
 
 
-def reach(url: str, *, seconds: float = 10.0) -> None:
-    """Raise NoAnswer for a server that cannot be reached. Any response will do."""
-    with contextlib.suppress(urllib.error.HTTPError):
-        opened(urllib.request.Request(url), seconds).close()
+def reach(url: str, name: str, *, seconds: float = 10.0) -> None:
+    """Raise RLHFError if the server of the reward `name` cannot be reached. Any response will
+    do."""
+    try:
+        fetch(urllib.request.Request(url), seconds)
+    except urllib.error.HTTPError:
+        pass
+    except NoAnswer as error:
+        raise RLHFError(f"reward {name!r}: {error}") from None
 
 
-def opened(request: urllib.request.Request, seconds: float) -> Any:
-    """Return the response to a request. Raises NoAnswer without one."""
+def fetch(request: urllib.request.Request, seconds: float) -> bytes:
+    """Return the body of the response to a request. Raises NoAnswer without one."""
     url = request.full_url
     # Without handlers of its own, it takes the proxies of the environment.
     local = is_local_host(urlsplit(url).hostname or "")
-    handlers = [urllib.request.ProxyHandler({})] if local else []
+    own = [urllib.request.ProxyHandler({})] if local else []
     try:
-        return urllib.request.build_opener(*handlers).open(request, timeout=seconds)
+        with urllib.request.build_opener(*own).open(request, timeout=seconds) as response:
+            return bytes(response.read())
     except urllib.error.HTTPError:
         raise
     except (OSError, HTTPException) as error:
+        # urllib puts the reason into an error of its own.
+        reason = getattr(error, "reason", error)
         raise NoAnswer(
-            f"{url} does not answer ({first_line(error)}); start the server, or correct the address"
+            f"{url} does not answer ({reason}); start the server, or correct the address"
         ) from None

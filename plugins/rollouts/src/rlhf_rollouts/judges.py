@@ -5,14 +5,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from attrs import frozen
-from numpy.typing import NDArray
-
-from rlhf.engine import Engine
-from rlhf.plugin import ModelConfig
-from rlhf.readouts import scores
-from rlhf.trainer import Example, PackedBatch, Run, Sample, encode
+from rlhf.trainer import Example, Run, Sample
+from rlhf_rollouts.reward_models import RewardModels
 from rlhf_rollouts.rewards import Rewards, RewardSpec, Scores
 
 PROMPT = "prompt"
@@ -30,14 +24,6 @@ def kept_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-@frozen
-class RewardModel:
-    """A frozen reward model, and its tokenizer."""
-
-    engine: Engine
-    tokenizer: Any
-
-
 class Judges:
     """All rewards of a run. Collective to create and to call."""
 
@@ -47,11 +33,7 @@ class Judges:
         if self._rewards is not None:
             run.notes.append(self._rewards.note)
             weakref.finalize(self, self._rewards.close)
-        self._models = {
-            spec.label: load(run, f"reward {spec.label}", spec.model)
-            for spec in specs
-            if spec.model is not None
-        }
+        self._models = RewardModels(run, specs)
 
     def __call__(
         self, examples: Sequence[Example], groups: Sequence[Sequence[Sample]], step: int
@@ -59,11 +41,11 @@ class Judges:
         """Return the scores of the answers in `groups`, one group for each example. Raises
         RLHFError if a reward fails. Collective."""
         prompts, completions = texts_of(examples, groups, self._run.tokenizer)
-        scored = {
-            name: self._scores(model, prompts, completions) for name, model in self._models.items()
-        }
-        names = dict.fromkeys(name for example in examples for name in example.columns)
         counts = [len(group) for group in groups]
+        repeated_prompts = repeated(prompts, counts)
+        answers = [text for group in completions for text in group]
+        scored = self._models(repeated_prompts, answers)
+        names = dict.fromkeys(name for example in examples for name in example.columns)
         columns = {
             name: repeated([example.columns.get(name) for example in examples], counts)
             for name in names
@@ -72,8 +54,8 @@ class Judges:
         def judged() -> Scores:
             assert self._rewards is not None, "rank 0 has started them"
             return self._rewards(
-                prompts=repeated(prompts, counts),
-                completions=[text for group in completions for text in group],
+                prompts=repeated_prompts,
+                completions=answers,
                 completion_ids=[sample.tokens for group in groups for sample in group],
                 columns=columns,
                 trainer_state={"global_step": step, "max_steps": self._run.steps},
@@ -82,22 +64,6 @@ class Judges:
 
         result: Scores = self._run.on_rank_zero(judged)
         return result
-
-    def _scores(
-        self, model: RewardModel, prompts: Sequence[Any], completions: Sequence[Sequence[Any]]
-    ) -> NDArray[np.float64]:
-        """Return the score of each answer by a reward model. Collective."""
-
-        def compute(batch: PackedBatch) -> Any:
-            return model.engine(batch, scores)["scores"]
-
-        rows = [
-            encode(model.tokenizer, prompt, *answers, renders_whole=True)
-            for prompt, answers in zip(prompts, completions, strict=True)
-        ]
-        trees = [Example(row.prompt, row.answers) for row in rows]
-        found = self._run.read(trees, compute, per="answer")
-        return np.array([score for group in found for score in group], np.float64)
 
 
 def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:
@@ -109,13 +75,6 @@ def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:
     rewards.check_columns(columns)
     rewards.check()
     return rewards
-
-
-def load(run: Run, role: str, path: str) -> RewardModel:
-    """Load a reward model. Collective."""
-    model = ModelConfig(path=path, dtype=run.config.model.dtype)
-    engine = run.load(role, model=model, task="sequence", trained=False)
-    return RewardModel(engine, run.load_tokenizer(model))
 
 
 def texts_of(

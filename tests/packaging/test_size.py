@@ -3,7 +3,7 @@
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "core" / "src" / "rlhf"
-LINES, FILES, ROOMS = 23_390, 160, 14
+LINES, FILES, ROOMS = 23_464, 160, 14
 
 
 def test_the_core_stays_within_its_bounds() -> None:

@@ -19,12 +19,12 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.contract.calls import Contract
 from rlhf.contract.checks import Moment, check_names, check_rollout, check_setup
-from rlhf.contract.sums import RESERVED
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, place_of
+from rlhf.hookspecs import CORE_METRICS
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
@@ -199,7 +199,7 @@ def test_a_loss_that_core_cannot_use_is_refused(fault: str, session: Session) ->
     assert fault.startswith("the head") or str(error.value) == text
 
 
-@pytest.mark.parametrize("name", [*sorted(RESERVED), "router_loss_critic", "term 0"])
+@pytest.mark.parametrize("name", [*sorted(CORE_METRICS), "router_loss_critic", "term 0"])
 def test_a_metric_with_a_name_of_core_is_refused(name: str, session: Session) -> None:
     def returns(trainer: Mine, batch: PackedBatch) -> Loss:
         return Loss((term(trainer, batch),), {name: (torch.tensor(1.0), "tokens")})

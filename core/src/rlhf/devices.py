@@ -68,7 +68,8 @@ def through_pinned_memory(
 
 
 _rehearsed = ContextVar("rehearsed", default="")
-"""The kind of device that the meta device represents; empty for this machine's."""
+"""The kind of device that the meta device represents; empty for this machine's. It is a context, as
+torch's autocast is, because readouts and layers get only tensors, and torch has one meta device."""
 
 
 @contextmanager

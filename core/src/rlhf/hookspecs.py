@@ -50,7 +50,7 @@ class RunRecord:
     folder: Path
     """The run folder."""
     config: Config
-    """The whole configuration."""
+    """The whole configuration, with the run's choices in place of `auto`."""
     steps: int
     """Optimizer steps of the whole schedule."""
     id: str = ""
@@ -59,6 +59,15 @@ class RunRecord:
     """The configuration by dotted names, such as `optim.lr`, without settings that are null."""
     plan: Mapping[str, Any] = field(factory=dict)
     """How each model runs, by role, as in plan.json."""
+
+
+MEASURED = frozenset({"tokens_per_s", "mfu", "peak_memory_gib", "padding"})
+"""Core's metrics that depend on the machine."""
+CORE_METRICS = MEASURED | {
+    "step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "skipped_steps",
+    "router_loss",
+}  # fmt: skip
+"""Names in `metrics.jsonl` that core writes itself."""
 
 
 def curves(metrics: Mapping[str, Any]) -> dict[str, float]:

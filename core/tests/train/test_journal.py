@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.contract.sums import RESERVED, ReducedSums, Sums
+from rlhf.contract.sums import ReducedSums, Sums
 from rlhf.data.order import RunOrder
 from rlhf.engine import LaterOutcome, Mesh, StepOutcome
 from rlhf.folder.run_folder import RunFolder
+from rlhf.hookspecs import CORE_METRICS
 from rlhf.train.journal import StepResult
 from rlhf.train.session import Session
 from rlhf.trainer import Loss
@@ -61,7 +62,7 @@ def test_the_time_of_an_evaluation_is_not_that_of_steps(
     tokens = sum(int(order.step(number).lengths.sum()) for number in range(2))
     assert diary._pending is not None
     assert diary._pending[1]["tokens_per_s"] == pytest.approx(tokens / 5)
-    assert diary._pending[1].keys() <= RESERVED
+    assert diary._pending[1].keys() <= CORE_METRICS
 
 
 def test_steps_that_the_loss_scaler_skipped_are_counted_over_a_resume(session: Session) -> None:

@@ -11,8 +11,8 @@ from rlhf_plugin_deepspeed import plugin
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
+from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter
-from rlhf_plugin_deepspeed.optimizer import TITLES
 
 NAMES = [kind.name for kind in plugin.optimizers if kind.name != "adamw"]
 LAYOUTS = (

@@ -8,7 +8,7 @@ from plans import SHAPE, config, half, plan
 from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig, OptimConfig
-from rlhf_plugin_deepspeed import capabilities, zero
+from rlhf_plugin_deepspeed import capabilities, memory, zero
 from rlhf_plugin_deepspeed.memory import estimate
 
 
@@ -73,6 +73,16 @@ def test_states_in_bf16_need_masters_only_at_stage_3(stage, master):
     parts = estimate(run, plan(8, 80 * GIB, stage=stage), SHAPE, world=8, trained=True)
     assert parts["optimizer"] == 4 * SHAPE.trainable // 8
     assert parts["masters"] == master * SHAPE.trainable // 8
+
+
+def test_the_update_of_bf16_states_takes_less_on_the_device_of_the_mesh(monkeypatch):
+    monkeypatch.setattr(memory, "fused_on", lambda kind: kind == "cuda")
+    run = evolve(half(), optim=OptimConfig(states="bf16"))
+    slow, fused = (
+        estimate(run, plan(8, 80 * GIB), SHAPE, world=8, trained=True, device=device)
+        for device in ("cpu", "cuda")
+    )
+    assert slow["updating"] > fused["updating"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

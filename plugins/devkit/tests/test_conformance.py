@@ -86,6 +86,8 @@ class Inert(Sound):
         return Loss((Term(lost.pow(self.config.power).sum(), per="tokens"),))
 
 class Sampling(Sound):
+    most = 40
+
     def setup(self, run):
         super().setup(run)
         self.run = run
@@ -93,7 +95,8 @@ class Sampling(Sound):
     def rollout(self, examples, step, seeds):
         draws = self.run.sample(
             self.policy, [example.prompt for example in examples for _ in range(3)],
-            seeds=[seed + number for seed in seeds for number in range(3)], max_new_tokens=40,
+            seeds=[seed + number for seed in seeds for number in range(3)],
+            max_new_tokens=self.most,
         )
         lengths.update(len(draw.tokens) for draw in draws)
         return [
@@ -212,6 +215,23 @@ def test_the_kit_detects_a_mean_over_the_micro_batch(tmp_path: Path) -> None:
 def test_a_setting_that_never_reaches_the_loss_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"odd_inert\.scale 2\.0 does not change the loss"):
         Inert().test_every_hyper_parameter_changes_the_loss(bench_of(Inert, tmp_path))
+
+
+def test_the_kit_says_if_one_rollout_serves_all_steps_and_no_answer_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampling, "others", {"scale": 1.0, "power": 2.0, "lambda": 0.5})
+    bench = bench_of(Sampling, tmp_path)
+    trainer = importlib.import_module("odd_plugin_trainers").Sampling
+    monkeypatch.setattr(trainer, "rollout_passes", 2)
+    monkeypatch.setattr(trainer, "rollout_batches", 6)
+    monkeypatch.setattr(trainer, "most", 2)
+    with pytest.raises(AssertionError) as caught:
+        Sampling().test_every_hyper_parameter_changes_the_loss(bench)
+    assert str(caught.value).startswith(
+        "odd_sampling.scale 1.0 does not change the loss; one rollout serves all 8 steps; none of "
+        "its 66 answers ends with EOS, which `{ending_model}` often writes"
+    )
 
 
 def test_the_kit_names_a_setting_without_a_test(

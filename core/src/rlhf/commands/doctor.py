@@ -26,9 +26,7 @@ from rlhf.registry.gateway import build_gateways, load_backend
 from rlhf.registry.installed import find_backend, installed, is_satisfied, known_plugins
 
 VERSIONS = ("rlhf-core", "torch", "transformers")
-FEATURES = {
-    "quantize": "model.quantize",
-}
+FEATURES = {"quantize": "model.quantize"}
 """What needs an extra of rlhf-core."""
 FOLDERS = {
     "run folders": (Path("runs"), "set output to a folder that can be written"),

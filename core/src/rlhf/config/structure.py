@@ -254,13 +254,8 @@ def _message(path: Path, text: str, root: type) -> str:
 def foreign_names() -> dict[str, str]:
     """Return our name by that of TRL, Axolotl, LLaMA-Factory and OpenRLHF, from a list that is
     generated from the tables of rlhf-migrate."""
-    lines = (
-        pathlib.Path(__file__)
-        .with_name("foreign_names.txt")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    return dict(line.split(" ", 1) for line in lines)
+    text = pathlib.Path(__file__).with_name("foreign_names.txt").read_text(encoding="utf-8")
+    return dict(line.split(" ", 1) for line in text.splitlines())
 
 
 def _unknown(dotted: str, key: str, here: Mapping[str, str], anywhere: Mapping[str, str]) -> str:

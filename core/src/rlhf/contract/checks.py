@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rlhf.contract.sums import EXTREMES, RESERVED, ROUTER_LOSS, TERM, Totals
+from rlhf.contract.sums import EXTREMES, ROUTER_LOSS, TERM, Totals
 from rlhf.data.batch import PackedBatch
 from rlhf.data.columns import errors_at
 from rlhf.data.example import Example
@@ -18,6 +18,7 @@ from rlhf.data.examples import Examples
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
 from rlhf.errors import Place, RLHFError, SameOnAllRanks, counted
+from rlhf.hookspecs import CORE_METRICS
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, Role
 from rlhf.trainer import Loss, Term, Trainer
@@ -125,7 +126,7 @@ def check_metrics(metrics: Mapping[str, Any], call: str) -> None:
     """Raise RLHFError unless each metric is a sum with what it is per, by a name that core does not
     use."""
     for name, metric in metrics.items():
-        if name in RESERVED or name.startswith((TERM, f"{ROUTER_LOSS}_")):
+        if name in CORE_METRICS or name.startswith((TERM, f"{ROUTER_LOSS}_")):
             raise RLHFError(
                 f"{call} returned a metric {name!r}, a name that core uses itself; rename it"
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf.devices import Deferred
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.hookspecs import CORE_METRICS
 from rlhf.trainer import Loss
 
 Totals = Mapping[str, float | Tensor]
@@ -24,12 +25,6 @@ TERM = "term "
 
 ROUTER_LOSS = "router_loss"
 """Metric of the policy's load-balancing loss; that of another model ends with its role."""
-
-RESERVED = frozenset({
-    "step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "tokens_per_s", "mfu",
-    "peak_memory_gib", "padding", "skipped_steps", ROUTER_LOSS,
-})  # fmt: skip
-"""Names in `metrics.jsonl` that core writes itself."""
 
 
 def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
@@ -149,7 +144,7 @@ class ReducedSums:
             elif per:
                 metrics[name] = mean
         derived = dict(derive(sums))
-        for name in sorted(RESERVED & derived.keys()):
+        for name in sorted(CORE_METRICS & derived.keys()):
             raise RLHFError(f"derive() returns {name!r}, a name that core uses itself; rename it")
         return metrics | derived
 

@@ -87,8 +87,16 @@ class TreeFile:
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         batches = self._table.to_batches()
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
-        self._chunks = [{name: _numpy(batch[name]) for name in LISTS} for batch in batches]
-        self._texts = [name for name in ("inputs", "columns") if self._has(name)]
+        self._chunks = [
+            {name: (numbers(batch[name].offsets), numbers(batch[name].values)) for name in LISTS}
+            for batch in batches
+        ]
+        self._texts = [
+            name
+            for name in ("inputs", "columns")
+            # A file of an earlier version may lack it.
+            if name in self._table.column_names and any(self._table[name].unique().to_pylist())
+        ]
         """Those columns of JSON that any example has."""
         kinds = self._table["kinds"].unique().to_pylist()
         self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
@@ -184,11 +192,6 @@ class TreeFile:
         columns = (chunk["values"] for chunk in self._chunks)
         return np.concatenate([values[offsets[:-1] + place] for offsets, values in columns])
 
-    def _has(self, name: str) -> bool:
-        """Return whether any example has something in a column of JSON, which an older file may
-        lack."""
-        return name in self._table.column_names and any(self._table[name].unique().to_pylist())
-
     def _json(self, names: Sequence[str]) -> Iterator[bytes]:
         """Yield the text in columns of JSON of each example with its length, without those that no
         example has."""
@@ -246,10 +249,6 @@ def _nested(
         else:
             values[name] = part if kind == PER_ANSWER else np.split(part, ends[:-1])
     return values
-
-
-def _numpy(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    return numbers(array.offsets), numbers(array.values)
 
 
 def numbers(array: pa.Array) -> NDArray[Any]:

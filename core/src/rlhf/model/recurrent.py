@@ -3,17 +3,22 @@ its answers, and a convolution reads the tokens before on the path.
 
 transformers calls convolutions and scans as functions of a family's module, with the decoder's
 keyword `seq_idx`. `run_trees` replaces these functions. Where `seq_idx` is a `Segments` they
-compute trees by the original functions, else they are the original functions.
+compute trees, by the original functions or a library's scan, else they are the original functions.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf.devices import on_device
+from rlhf.model.accelerated import Scan, kernel
 from rlhf.model.masks import Tree
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -26,7 +31,7 @@ SCANS = {
 FUSED = "mamba2_split_conv1d_scan_combined"
 """Convolution and scan of Mamba 2 in one kernel; None in place of its result runs the two."""
 CHUNK = 64
-"""Tokens that a scan computes at a time, unless it has the argument `chunk_size`."""
+"""Tokens that a scan in torch computes at a time, unless its argument `chunk_size` is smaller."""
 
 
 class Segment(NamedTuple):
@@ -40,11 +45,13 @@ class Segment(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Segments of similar lengths as rows [S, L] of indices in a packed row of T tokens, T for
-    padding. `parents` [S] are the indices of their prompts in the states of the groups before."""
+    """Segments as rows of indices in a packed row of T tokens: those of similar lengths [S, L], T
+    for padding, or all of them end to end [1, L], each from one of `offsets` [S + 1] to the next.
+    `parents` [S] are the indices of their prompts in the states of the groups before."""
 
     places: Tensor
     parents: Tensor | None
+    offsets: Tensor | None = None
 
 
 class Segments:
@@ -105,7 +112,34 @@ class Segments:
             self._groups[chunk] = groups, self._tensor(back)
         return self._groups[chunk]
 
-    def _tensor(self, values: list[Any]) -> Tensor:
+    def sequences(self) -> tuple[list[Group], Tensor]:
+        """Return the same without padding: one group of the segments that start a path, and one of
+        those that follow."""
+        if 0 not in self._groups:
+            starts = [number for number, one in enumerate(self.segments) if one.parent is None]
+            follow = [number for number, one in enumerate(self.segments) if one.parent is not None]
+            rows = {number: row for row, number in enumerate(starts)}
+            groups, order = [], []
+            for numbers in filter(None, (starts, follow)):
+                parts = [self.segments[number].tokens for number in numbers]
+                places = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+                parents = [rows[parent] for number in numbers
+                           if (parent := self.segments[number].parent) is not None]  # fmt: skip
+                offsets = self._tensor([0, *accumulate(map(len, parts))])
+                order.append(places)
+                groups.append(
+                    Group(
+                        self._tensor(places)[None],
+                        self._tensor(parents) if parents else None,
+                        offsets,
+                    )
+                )
+            self._groups[0] = groups, self._tensor(np.argsort(np.concatenate(order)))
+        return self._groups[0]
+
+    def _tensor(self, values: Any) -> Tensor:
+        if self.device.type == "cuda":
+            return on_device(values, self.device)
         return torch.tensor(values, device=self.device)
 
 
@@ -157,47 +191,81 @@ def tree_function(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             return None
         if name == CONVOLUTION:
             return tree_convolution(own, segments, *args, **kwargs)
-        return tree_scan(own, segments, *SCANS[name], args, kwargs)
+        return tree_scan(name, own, segments, args, kwargs)
 
     return function
 
 
 def tree_convolution(
-    own: Callable[..., Tensor], segments: Segments, states: Tensor, weight: Tensor, *args: Any,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Return `own` of `states` [1, C, T] with `weight` [C, width] along the paths of the tree."""
+    own: Callable[..., Tensor],
+    segments: Segments,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return `own` of `hidden_states` [1, C, T] with `weight` [C, width] along the paths of the
+    tree."""
     places, back = segments.paths(weight.shape[-1] - 1)
-    row = pad(states, (0, 1)).index_select(2, places)
-    return own(row, weight, *args, **kwargs).index_select(2, back)
+    # Rows of tokens, as the layer had them before it transposed them.
+    row = pad(hidden_states[0].mT, (0, 0, 0, 1)).index_select(0, places).mT[None]
+    options = {"bias": bias, "activation": activation}
+    run = scan_of(CONVOLUTION, own, segments, (row, weight), options).run
+    return run(row, weight, **options)[0].mT.index_select(0, back).mT[None]
+
+
+def scan_of(
+    name: str,
+    own: Callable[..., Any],
+    segments: Segments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Scan:
+    """Return what computes the convolution or scan `name`, `own` in transformers."""
+    # transformers may have chosen a library itself, whose backward nothing has tried.
+    own = inspect.unwrap(own)
+    choose = kernel("scan", segments.device)
+    found = None if choose is None else choose(name, own, args, kwargs)
+    return found or Scan(own, ragged=False)
 
 
 def tree_scan(
+    name: str,
     own: Callable[..., Any],
     segments: Segments,
-    initial: str,
-    final: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return what the scan `own` returns, whose arguments of shape [1, T, ...] are of the row."""
-    groups, back = segments.groups(kwargs.get("chunk_size", CHUNK))
+    """Return what the scan `name` returns, `own` in transformers, whose arguments of shape
+    [1, T, ...] are of the row."""
+    initial, final = SCANS[name]
+    # Segments are shorter than the chunks of some families, which torch would fill up.
+    chunk = min(kwargs.get("chunk_size", CHUNK), CHUNK)
+    scan = scan_of(name, own, segments, args, kwargs)
+    if scan.run is inspect.unwrap(own) and "chunk_size" in kwargs:
+        kwargs["chunk_size"] = chunk
+    groups, back = segments.sequences() if scan.ragged else segments.groups(chunk)
     row = (1, segments.num_tokens)
 
     def rows(value: Any, places: Tensor) -> Any:
         """Return [S, L, ...] of an argument of the row, others as they are."""
         if not isinstance(value, Tensor) or value.dim() < 3 or value.shape[:2] != row:
             return value
-        padded = torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
+        padded = value[0]
+        if not scan.ragged:
+            padded = torch.cat((padded, padded.new_zeros(1, *padded.shape[1:])))
         return padded.index_select(0, places.flatten()).unflatten(0, places.shape)
 
     outputs: list[Tensor] = []
     states: list[Tensor] = []
-    for places, parents in groups:
+    for places, parents, offsets in groups:
         positional = [rows(value, places) for value in args]
-        named = {name: rows(value, places) for name, value in kwargs.items()}
+        named = {key: rows(value, places) for key, value in kwargs.items()}
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
-        output, state = own(*positional, **named | {final: True})
+        if offsets is not None:
+            named["cu_seqlens"] = offsets
+        output, state = scan.run(*positional, **named | {final: True})
         outputs.append(output.flatten(0, 1))
         if parents is None:
             states.append(state)

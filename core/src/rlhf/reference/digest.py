@@ -119,8 +119,9 @@ def _sampled(path: Path) -> str:
     """Return a file's name, its size and a digest of some of its blocks."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
-        blocks = _tensors(file) if path.suffix == ".safetensors" else _evenly(size)
-        for start in blocks:
+        # Blocks that are evenly spaced cover a small file.
+        evenly = range(0, size, max(BLOCK, size // MOST_BLOCKS))
+        for start in _tensors(file) if path.suffix == ".safetensors" else evenly:
             file.seek(start)
             digest.update(file.read(BLOCK))
     return f"{path.name} {size} {digest.hexdigest()}"
@@ -131,8 +132,3 @@ def _tensors(file: BinaryIO) -> Iterator[int]:
     shorter tensors fill less."""
     for first, end in tensor_bytes(file):
         yield max(first, (first + end - BLOCK) // 2)
-
-
-def _evenly(size: int) -> Iterator[int]:
-    """Yield the starts of blocks that are evenly spaced; they cover a small file."""
-    yield from range(0, size, max(BLOCK, size // MOST_BLOCKS))

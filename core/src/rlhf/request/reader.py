@@ -53,7 +53,8 @@ class Request:
     name: str
     """The trainer's name."""
     config: Config
-    """The checked configuration."""
+    """The checked configuration, as requested. That of a run is resolved: it has the run's choices
+    in place of `auto`."""
     plugin: TrainerPlugin
     """The trainer's record."""
     demo: bool = False
@@ -188,7 +189,7 @@ def config_class(
         "trainer_name": trainer,
         "backend_name": backend,
         "optimizers": optimizers,
-        "__reduce__": lambda self: (_rebuild, (made_of, attrs.asdict(self, recurse=False))),
+        "__reduce__": lambda self: _remade(self, config_class, *made_of),
     }
     sections = {trainer: trainer_config, backend: backend_config}
     if extensions:
@@ -204,10 +205,6 @@ def config_class(
         kw_only=True,
         slots=True,
     )
-
-
-def _rebuild(made_of: tuple[Any, ...], values: Mapping[str, Any]) -> Config:
-    return config_class(*made_of)(**values)
 
 
 def _scale_rate_for_lora(
@@ -275,15 +272,17 @@ def sections_class(base: type[NamedSections], sections: Sections) -> type[NamedS
     }
     body = {
         "__doc__": base.__doc__,
-        "__reduce__": lambda self: (
-            _rebuild_sections,
-            (base, sections, attrs.asdict(self, recurse=False)),
-        ),
+        "__reduce__": lambda self: _remade(self, sections_class, base, sections),
     }
     return attrs.make_class(
         f"Run{base.__name__}", fields, bases=(base,), class_body=body, frozen=True, kw_only=True
     )
 
 
-def _rebuild_sections(base: Any, sections: Sections, values: Mapping[str, Any]) -> NamedSections:
-    return sections_class(base, sections)(**values)
+def _remade(config: Any, make: Callable[..., type], *made_of: Any) -> tuple[Any, ...]:
+    """Return how pickle makes an instance of a class again, which `make` has made."""
+    return _make, (make, made_of, attrs.asdict(config, recurse=False))
+
+
+def _make(make: Callable[..., type], made_of: tuple[Any, ...], values: Mapping[str, Any]) -> Any:
+    return make(*made_of)(**values)

@@ -84,12 +84,11 @@ def introduce_models(
     request: Request, run: RunContext, folder: RunFolder, plans: Mapping[str, Any]
 ) -> None:
     """Print how the models run, and write configuration, plans and versions into the folder."""
+    config, policy = run.config, run.roles["policy"]
+    # As requested: a run that is resumed on other hardware chooses again what is auto.
     folder.write_config(to_tree(request.config))
     folder.write_json("plan.json", plans)
-    folder.write_versions(
-        trainer=request.trainer, trust_remote_code=run.config.model.trust_remote_code
-    )
-    config, policy = request.config, run.roles["policy"]
+    folder.write_versions(trainer=request.trainer, trust_remote_code=config.model.trust_remote_code)
     lines = [f"backend    {config.backend_name}: {policy.plan.summary}"]
     lines += [
         f"           {name}: {role.plan.summary}"

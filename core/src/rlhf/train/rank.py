@@ -51,14 +51,14 @@ def run_rank(
     chosen it. With `verified` the checkpoint to resume from has been verified. `startup` is the
     clock of the run's start.
     """
-    config, startup = request.config, startup or Clock("set-up")
+    requested, startup = request.config, startup or Clock("set-up")
     transformers.utils.logging.disable_progress_bar()
     with startup.part("imports"), importing():
-        hooks, watching = load_hooks(config, backend, observers)
+        hooks, watching = load_hooks(requested, backend, observers)
     with startup.part("tokenising"):
         data = prepare_data(request)
     session = None
-    with process_group(config, hooks) as mesh:
+    with process_group(requested, hooks) as mesh:
         data = of_one_day(request, data, mesh)
         check_start(request, data, mesh)
         path, resumed = choose_folder(request, data, mesh, chosen, verified=verified)
@@ -73,7 +73,7 @@ def run_rank(
             if mesh.rank == 0 and session is not None:
                 watching.on_finish(run=session.record, error=error)
             if ran_out(error):
-                raise out_of_memory(config, data, mesh, hooks, error) from error
+                raise out_of_memory(requested, data, mesh, hooks, error) from error
             if session is not None and lost_contact(error):
                 raise RuntimeError(explain_loss(path, mesh.rank)) from error
             raise

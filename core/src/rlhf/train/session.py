@@ -66,6 +66,7 @@ class Session:
 
     record: RunRecord
     config: Config
+    """The resolved configuration; what was requested is `Request.config`."""
     mesh: Mesh
     hooks: BackendGateway
     trainer: Trainer

@@ -110,11 +110,12 @@ def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> 
 
 
 def choose_fit(
-    config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway
+    requested: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway
 ) -> tuple[StepFit, str]:
-    """Return the fit with the chosen values, and the line that explains them. Collective."""
-    fit = step_fit(config, data, mesh, hooks)
-    any_tokens = config.batch.tokens == "auto"
+    """Return the fit with the resolved configuration, in which nothing is left to choose, and the
+    line that explains the choice. Collective."""
+    fit = step_fit(requested, data, mesh, hooks)
+    any_tokens = requested.batch.tokens == "auto"
 
     def chosen() -> tuple[Config, str, str, frozenset[Any]]:
         with rehearsed_attention() as kinds:
@@ -123,24 +124,25 @@ def choose_fit(
             return under.resolved, under.layout, line, frozenset(kinds)
 
     # Ranks may see different amounts of device memory: rank 0 decides.
-    settled, layout, line, kinds = mesh.on_rank_zero(chosen)
+    resolved, layout, line, kinds = mesh.on_rank_zero(chosen)
     compile_ahead(kinds, mesh.device)
-    return fit.with_config(settled, layout), line
+    return fit.with_config(resolved, layout), line
 
 
-def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:
+def step_fit(requested: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:
     """Return whether a step of this run fits."""
     return StepFit(
-        data.trainer, data.with_token_budget(config), mesh, hooks, steps=data.num_steps(config),
-        longest=data.longest(config), largest=data.largest(config),
+        data.trainer, data.with_token_budget(requested), mesh, hooks,
+        steps=data.num_steps(requested), longest=data.longest(requested),
+        largest=data.largest(requested),
         examples=tuple(data.parts.values()),
     )  # fmt: skip
 
 
 def out_of_memory(
-    config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway, cause: BaseException
+    requested: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway, cause: BaseException
 ) -> RLHFError:
     """Return the error of a run whose accelerator ran out of memory."""
-    fit = step_fit(config, data, mesh, hooks)
-    choice, _ = choose(fit, any_tokens=config.batch.tokens == "auto")
+    fit = step_fit(requested, data, mesh, hooks)
+    choice, _ = choose(fit, any_tokens=requested.batch.tokens == "auto")
     return memory_error(fit.under(*choice), cause)

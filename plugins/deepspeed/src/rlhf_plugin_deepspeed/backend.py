@@ -86,7 +86,10 @@ class DeepSpeedBackend:
         self, config: Config, plan: ZeroPlan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
         model_shape = shape_of_part(model_shape, plan.tensor)
-        return memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=trained)
+        return memory.estimate(
+            config, plan, model_shape, world=mesh.shards.size, trained=trained,
+            device=mesh.device.type,
+        )  # fmt: skip
 
     @hookimpl
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:

@@ -7,6 +7,7 @@ from typing import Any
 from attrs import frozen
 
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.versions import older
 
 LEAST = "0.19.0"
@@ -145,7 +146,7 @@ CAPABILITIES = (
     ),
     *(
         Capability(feature=title, setting=f"optim.name {name}", excludes=("optim.states bf16",))
-        for name, title in (("lion", "Lion"), ("muon", "Muon"), ("sgd", "SGD with momentum"))
+        for name, title in TITLES.items()
     ),
     Capability(
         feature="layers compiled by torch.compile",

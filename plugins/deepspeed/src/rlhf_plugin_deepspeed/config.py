@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
+import attrs
 from attrs import field, frozen, validators
 
 from rlhf.errors import RLHFError, nearest
@@ -266,29 +267,29 @@ def check(config: Any) -> None:
 def settings_of(config: Any, resolved: Resolved) -> list[str]:
     """Return the settings of `capabilities.CAPABILITIES` that the configuration turns on."""
     section: DeepSpeedConfig = config.backend_section
-    settings = {
+    decided = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
-        "deepspeed.offload_ratio": section.offload_ratio < 1,
-        "deepspeed.nvme_path": section.nvme_path is not None,
-        "checkpoint.async": config.checkpoint.async_,
         "deepspeed.offload_states": section.offload_states == "always",
         "deepspeed.persistence_threshold": section.persistence_threshold is not None
         and section.frozen in ("auto", 0),
-        "deepspeed.hpz_partition_size": section.hpz_partition_size > 1,
-        "deepspeed.bucket_size": section.bucket_size is not None,
-        "deepspeed.sequence_parallel": section.sequence_parallel > 1,
-        "model.quantize": config.model.quantize is not None,
-        "lora.dora": config.lora is not None and config.lora.dora,
-        "lora.parameters": config.lora is not None and bool(config.lora.parameters),
-        "optim.states bf16": config.optim.states == "bf16",
-        f"optim.name {config.optim.name}": True,
-        "model.kernels compile": config.model.kernels == "compile",
-        "model.fp8": config.model.fp8 is not None,
-        "deepspeed.tensor_parallel": section.tensor_parallel > 1,
     }
+    rows = (row for row in CAPABILITIES if row.setting and not row.setting.startswith(RAW))
+    names = dict.fromkeys(name for row in rows for name in (row.setting, *row.excludes))
     raw = [f"{RAW}{key}" for key, _ in leaves(section.config)]
-    return [name for name, is_on in settings.items() if is_on] + raw
+    return [name for name in names if decided.get(name, _is_set(config, name))] + raw
+
+
+def _is_set(config: Any, setting: str) -> bool:
+    """Return whether `SECTION.NAME` is not the default, or `SECTION.NAME VALUE` has that value."""
+    name, _, value = setting.partition(" ")
+    place, _, key = name.partition(".")
+    section = config.backend_section if place == "deepspeed" else getattr(config, place)
+    if section is None:
+        return False
+    (item,) = (item for item in attrs.fields(type(section)) if item.name.rstrip("_") == key)
+    found = getattr(section, item.name)
+    return str(found) == value if value else found != item.default
 
 
 def overlay(settings: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import check_capabilities
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, resolve, settings_of
-from rlhf_plugin_deepspeed.optimizer import TITLES
+from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.zero import offloads, plan_at
 

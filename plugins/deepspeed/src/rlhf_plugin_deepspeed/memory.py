@@ -74,12 +74,18 @@ def states(
 
 
 def estimate(
-    config: Config, plan: ZeroPlan, shape: ModelShape, *, world: int, trained: bool
+    config: Config,
+    plan: ZeroPlan,
+    shape: ModelShape,
+    *,
+    world: int,
+    trained: bool,
+    device: str = "cpu",
 ) -> Mapping[str, int]:
-    """Return what stays on each accelerator through a step; `updating` is what the optimizer's step
-    takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they
-    are reduced or added to the others, `host` what each rank has in host memory and `nvme` what it
-    has in files."""
+    """Return what stays on each accelerator, a `device` of this kind, through a step; `updating`
+    is what the optimizer's step takes for a moment, `reducing` what the gradients of one
+    micro-batch take in backward until they are reduced or added to the others, `host` what each
+    rank has in host memory and `nvme` what it has in files."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     size = bytes_per_parameter(config, shape, stage=plan.stage)
     offloaded, on_host = "offload_optimizer" in zero, "offload_param" in zero
@@ -105,7 +111,7 @@ def estimate(
     if plan.stage == 3:
         # DeepSpeed allocates its share of the gradients at the start, as a buffer.
         del parts["gradients"]
-    taken = _updating(config, shape, size, stage=plan.stage, world=world)
+    taken = _updating(config, shape, size, stage=plan.stage, world=world, fused=fused_on(device))
     parts["updating"] = 0 if offloaded else taken
     if config.optim.name == "muon":
         # Parts that are sent and received, and what is computed of the largest matrices.
@@ -132,7 +138,9 @@ def _buffers(
     return buffers
 
 
-def _updating(config: Config, shape: ModelShape, size: Bytes, *, stage: int, world: int) -> int:
+def _updating(
+    config: Config, shape: ModelShape, size: Bytes, *, stage: int, world: int, fused: bool
+) -> int:
     rounded = config.optim.states == "bf16"
     share = shape.trainable // (world if stage >= 1 else 1)
     # DeepSpeed casts gradients to the masters' fp32, and at stages 1 to 3 flattens them before.
@@ -143,7 +151,7 @@ def _updating(config: Config, shape: ModelShape, size: Bytes, *, stage: int, wor
         taken += (size.weight + (4 if rounded else 0)) * min(shape.trainable, BUCKET)
     if config.optim.name == "lion":
         taken += 4 * share  # The signs.
-    if rounded and not fused_on("meta"):
+    if rounded and not fused:
         # The update computes in float32, on a part of the weights at a time.
         taken += 28 * min(share, CHUNK)
     return taken

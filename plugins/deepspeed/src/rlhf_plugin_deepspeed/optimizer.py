@@ -11,12 +11,12 @@ from torch.optim import AdamW, Optimizer
 
 from rlhf.plugin import Config, OptimConfig
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
+from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.muon import Muon, hidden_matrices
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
 ROUNDED = "AdamW in bf16 with stochastic rounding"
-TITLES = {"lion": "Lion", "muon": "Muon with AdamW", "sgd": "SGD with momentum"}
 
 
 def title(config: OptimConfig) -> str:

@@ -102,6 +102,21 @@ class Bench:
         arguments = self._to("unused", *words_of(self.section, settings))
         return prepare_data(read_config(self.trainer, overrides=arguments)).trainer.needs_rollout()
 
+    def about_rollouts(self, settings: Mapping[str, Any]) -> str:
+        """Return why a setting may not act on a trainer with a rollout, with these fields in its
+        section: too few rollouts, or answers of which none ends. Empty if neither is so."""
+        arguments = self._to("unused", *words_of(self.section, settings))
+        number, samples = tiny.rollouts(self.trainer, arguments, self.cache, num_steps=NUM_STEPS)
+        reasons = []
+        if number == 1:
+            reasons.append(f"one rollout serves all {NUM_STEPS} steps")
+        if samples and not any(sample.finished for sample in samples):
+            reasons.append(
+                f"none of its {len(samples)} answers ends with EOS, which `{{ending_model}}` often "
+                "writes"
+            )
+        return "".join(f"; {reason}" for reason in reasons)
+
     def ending(
         self, settings: Mapping[str, Any], world: int, *layout: str
     ) -> tuple[Metrics, Metrics]:
@@ -110,7 +125,7 @@ class Bench:
 
         `batch.tokens` is the least, so that each rank answers other prompts.
         """
-        model = tiny.make_model(self.folder / "ending", ends_answers=True)
+        model = self.folder / "ending_model"
         words = ["--model", str(model), *words_of(self.section, settings), *ENDING]
         arguments = self._to("unused", *words)
         longest = tiny.longest_example(self.trainer, arguments, self.cache, num_steps=2)

@@ -61,7 +61,8 @@ class TrainerConformance:
     format."""
     words: ClassVar[Sequence[str]] = ()
     """More words for the command line of every run. `{model}` is the model's folder,
-    `{other_model}` that of a model of the same shape with other weights."""
+    `{other_model}` that of a model of the same shape with other weights, and `{ending_model}` that
+    of a model that often writes EOS."""
     others: ClassVar[Mapping[str, Any]] = {}
     """For each setting of the trainer a value that must change the loss, or an `Other`."""
     without_effect: ClassVar[Mapping[str, str]] = {}
@@ -244,6 +245,7 @@ class TrainerConformance:
             settings = _section(name, other)
             assert column(bench.other(name, settings), "loss") != column(before, "loss"), (
                 f"{self.trainer}.{name} {settings[name]} does not change the loss"
+                f"{bench.about_rollouts(settings)}"
             )
 
     @promise("a resumed run is the same to the last bit", "plugins.md, Further methods")
@@ -287,6 +289,7 @@ def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:
     models = {
         "model": tiny.make_model(folder / "model"),
         "other_model": tiny.make_model(folder / "other_model", seed=1),
+        "ending_model": tiny.make_model(folder / "ending_model", ends_answers=True),
     }
     train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
     held_out = tiny.write_rows(folder / "eval.jsonl", rows[NUM_ROWS:needed])

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from rlhf.hookspecs import MEASURED
+
 Metrics = list[dict[str, Any]]
 """The lines of a run's metrics.jsonl."""
-TIMINGS = ("tokens_per_s", "mfu", "peak_memory_gib", "padding")
 EVALUATION = "eval/"
 
 
@@ -39,7 +40,7 @@ def column(metrics: Metrics, name: str) -> list[float]:
 
 def without_timings(metrics: Metrics) -> Metrics:
     """Return the lines without what depends on the machine."""
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in metrics]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in metrics]
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -35,11 +35,14 @@ from rlhf.registry.gateway import BackendGateway, build_gateways
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.train import rank as rank_run
+from rlhf.train.context import RunContext
 from rlhf.train.dataset import prepare_data
 from rlhf.train.loop import Stepper
 from rlhf.train.rank import process_group, run_rank
+from rlhf.train.rollout import Block
 from rlhf.train.session import Session
 from rlhf.train.set_up import set_up, step_fit
+from rlhf.trainer import Sample
 from rlhf_backend_torch import TorchEngine
 from rlhf_devkit import scratch
 from rlhf_devkit.curves import Metrics
@@ -182,6 +185,28 @@ def first_steps(
     for module in packed:
         module.path = path or module.path
     return _steps(session, num_steps, one_by_one=one_by_one)
+
+
+def rollouts(
+    trainer: str, words: Sequence[str], cache: str, *, num_steps: int
+) -> tuple[int, list[Sample]]:
+    """Return how many rollouts the first steps of a run in plain torch have, and the answers that
+    they sample."""
+    sampled: list[Sample] = []
+    sample = RunContext.sample
+
+    def keep(*arguments: Any, **options: Any) -> list[Sample]:
+        answers = sample(*arguments, **options)
+        sampled.extend(answers)
+        return answers
+
+    with patch.object(RunContext, "sample", keep):
+        _, session, _ = in_plain_torch(trainer, words, cache)
+        _steps(session, num_steps)
+    if session.rollouts is None:
+        return 0, []
+    order, own = session.train_order, session.trainer
+    return len({Block.of(number, order, own).first for number in range(num_steps)}), sampled
 
 
 def step_memory(

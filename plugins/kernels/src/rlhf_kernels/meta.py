@@ -78,3 +78,38 @@ class MetaProduct(torch.autograd.Function):
         weight = ctx.saved_tensors[0]
         to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         return gradient.new_empty(ctx.shape), to_weight, None
+
+
+class MetaScan(torch.autograd.Function):
+    """A scan by chunks: keeps its inputs, its output, and `kept` numbers for each token and head.
+    Backward computes the states at the ends of chunks again, beside their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, state: Tensor, kept: int, chunk: int, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(output, output.new_empty(*output.shape[:3], kept), *inputs)
+        ctx.states = (-(-output.shape[0] * output.shape[1] // chunk), *state.shape[1:])
+        return output, state
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        output, _, *inputs = ctx.saved_tensors
+        held = [output.new_empty(ctx.states) for _ in range(2)]
+        changes = [torch.empty_like(tensor) for tensor in inputs]
+        del held
+        return None, None, None, None, *changes
+
+
+class MetaConvolution(torch.autograd.Function):
+    """A short convolution with its activation: keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        return torch.empty_like(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        states, weight = ctx.saved_tensors
+        return torch.empty_like(states), torch.empty_like(weight)

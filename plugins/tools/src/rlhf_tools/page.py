@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.cli import Recorded, filled, leaves
+from rlhf.hookspecs import CORE_METRICS
 from rlhf_tools import chart
 
 GIB = 2**30
 RATES = ("grad_norm", "learning_rate", "tokens_per_s")
 """Core's metrics that are shown after the loss and those of the trainer."""
-HIDDEN = ("epoch", "num_tokens", "mfu", "peak_memory_gib", "padding", "skipped_steps")
+HIDDEN = CORE_METRICS - {"step", "loss", "router_loss", *RATES}
 """Core's other metrics, shown when they are chosen."""
 
 

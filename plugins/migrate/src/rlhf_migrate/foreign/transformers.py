@@ -32,6 +32,11 @@ EPOCH_ENDS = (
 )
 TRACKERS = "install rlhf-observer-NAME and name it in `observers`"
 
+LORA = {
+    "use_rslora": to("lora.rslora", off=(None, False)),
+    "use_dora": to("lora.dora", off=(None, False)),
+}
+"""peft's names of variants of LoRA, which the projects take as they are."""
 BATCH = {
     "per_device_train_batch_size": factor("batch.size"),
     "gradient_accumulation_steps": factor("derived from batch.size and batch.tokens"),

@@ -3,7 +3,13 @@
 from typing import Any
 
 from rlhf_migrate.foreign.project import Project, Rule, Variant, lost, read, to, unneeded
-from rlhf_migrate.foreign.transformers import DEFAULTS, PACKING, PER_EXAMPLE, TRANSFORMERS
+from rlhf_migrate.foreign.transformers import (
+    DEFAULTS,
+    LORA,
+    PACKING,
+    PER_EXAMPLE,
+    TRANSFORMERS,
+)
 
 LOSSES = {
     name: name
@@ -25,8 +31,7 @@ KEYS: dict[str, Rule] = {
     "lora_dropout": to("lora.dropout"),
     "lora_target_modules": to("lora.targets"),
     "lora_target_parameters": to("lora.parameters"),
-    "use_rslora": to("lora.rslora", off=(None, False)),
-    "use_dora": to("lora.dora", off=(None, False)),
+    **LORA,
     "lora_modules_to_save": to("lora.modules_to_save"),
     "load_in_4bit": to("model.quantize", {True: "nf4"}, off=(None, False)),
     **read("train_dataset dataset_name dataset_config dataset_train_split datasets", "data.train"),

@@ -1,0 +1,286 @@
+"""Which library computes the convolution and the scan of a recurrent layer on CUDA, each where it
+gives the values and gradients of transformers' torch function: flash-linear-attention for Gated
+DeltaNet (Yang et al., arXiv 2412.06464), KDA (arXiv 2510.26692) and short convolutions, mamba-ssm
+for Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from rlhf.errors import first_line
+from rlhf.kernels import Scan
+from rlhf_kernels.meta import MetaConvolution, MetaScan
+
+AGREEMENT = 2e-2
+"""Largest accepted error, as a share of the norm: rounding to bf16 gives 5e-3."""
+OFFSETS = (0, 100, 250)
+"""The two sequences that are compared, in a row of so many tokens."""
+CHUNK = 64
+"""Tokens that flash-linear-attention computes at a time."""
+CONVOLUTION = "causal_conv1d_fn"
+INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
+"""The argument for the initial states, by that which asks for the final ones."""
+Values = Mapping[str, Any]
+"""The arguments of a scan by the names that the torch function has for them."""
+
+
+class Library(NamedTuple):
+    """Where a scan is found, and what installs it."""
+
+    package: str
+    module: str
+    function: str
+    install: str
+    ragged: bool = False
+    kept: int = 0
+    """Numbers that are kept for each token and head beside inputs and output."""
+
+    def load(self) -> Callable[..., Any]:
+        """Return the function. Raises ImportError if it is not installed."""
+        return load(self.module, self.function)
+
+
+FLA = ("flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
+MAMBA = ("mamba-ssm", "pip install --no-build-isolation mamba-ssm")
+LIBRARIES = {
+    "torch_chunk_gated_delta_rule": Library(
+        FLA[0], "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", FLA[1], True, CHUNK
+    ),
+    "chunk_kimi_delta_attention": Library(
+        FLA[0], "fla.ops.kda", "chunk_kda", FLA[1], True, 2 * CHUNK
+    ),
+    "mamba2_chunk_scan": Library(
+        MAMBA[0], "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", MAMBA[1],
+        kept=4,
+    ),
+    CONVOLUTION: Library(FLA[0], "fla.modules.causal_conv1d", "causal_conv1d", FLA[1]),
+}  # fmt: skip
+
+
+@cache
+def load(module: str, function: str) -> Callable[..., Any]:
+    """Return a function of a library, made to ignore the arguments that it does not name."""
+    found = getattr(import_module(module), function)
+    names = set(inspect.signature(found).parameters)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return found(*args, **{name: kwargs[name] for name in kwargs.keys() & names})
+
+    def tokens_first(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = run(states.transpose(1, 2), *args, **kwargs)[0]
+        return output.transpose(1, 2)
+
+    return tokens_first if function == "causal_conv1d" else run
+
+
+class Scans:
+    """The choice of a library for each kind of scan of a process."""
+
+    def __init__(self) -> None:
+        self._problems: dict[Any, str | None] = {}
+
+    def choose(
+        self, name: str, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Scan | None:
+        """Return the library's form of a scan for arguments like these, whose row is [1, T, ...];
+        None if no installed one gives what `own` gives."""
+        library = LIBRARIES[name]
+        values = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+        values.pop("kwargs", None)
+        device = next(iter(values.values())).device
+        if device.type != "meta":
+            problem = self.problem(library, own, values, device)
+            return None if problem else Scan(library.load(), library.ragged)
+        # A machine without a GPU can rehearse the run of one that has both.
+        on_gpu = torch.cuda.is_available()
+        if on_gpu and self.problem(library, own, values, torch.device("cuda")):
+            return None
+        stand_in = rehearsed_convolution if name == CONVOLUTION else rehearsed
+        return Scan(partial(stand_in, own, library.kept), library.ragged)
+
+    def problem(
+        self, library: Library, own: Callable[..., Any], values: Values, device: torch.device
+    ) -> str | None:
+        """Return why a scan does not use its library; the first time also as a warning."""
+        key = library, device.type, *((name, kind(name, value)) for name, value in values.items())
+        if key not in self._problems:
+            self._problems[key] = problem = disagreement(library, own, values, device)
+            if problem is not None:
+                warnings.warn(
+                    f"recurrent layers run in plain torch, since {library.package} {problem}",
+                    stacklevel=2,
+                )
+        return self._problems[key]
+
+
+def kind(name: str, value: Any) -> Any:
+    """Return what the choice of a library depends on: of the tensors of a row not its length."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if is_convolved(name, value):
+        return value.dtype, value.shape[1]
+    return value.dtype, value.shape[2:] or value.shape
+
+
+def is_convolved(name: str, value: Tensor) -> bool:
+    """Return whether an argument is the row of a convolution [1, C, T]."""
+    return name == "hidden_states" and value.dim() == 3
+
+
+def disagreement(
+    library: Library, own: Callable[..., Any], values: Values, device: torch.device
+) -> str | None:
+    """Return how a library's values or gradients differ from those of `own`, for two sequences of
+    random numbers in the place of `values`, or why it does not run; None if they agree."""
+    try:
+        run = library.load()
+    except ImportError:
+        return f"is not installed; run `{library.install}`"
+    drawn = random_values(own, values, device)
+    generator = torch.Generator(device).manual_seed(1)
+    forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
+    own_forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
+    if library.function == "causal_conv1d":
+        forward, own_forward = convolved, convolved
+        weights = [torch.randn(drawn["hidden_states"].shape, generator=generator, device=device)]
+    else:
+        forward, own_forward = end_to_end if library.ragged else one_by_one, one_by_one
+        final = next(name for name in INITIAL if name in inspect.signature(own).parameters)
+        drawn |= {final: True, INITIAL[final]: None}
+        with torch.no_grad():
+            state = one_by_one(own, drawn)[1]
+        weights = [
+            torch.randn(shape, generator=generator, device=device)
+            for shape in ((1, OFFSETS[-1], 1, 1), state.shape)
+        ]
+        drawn[INITIAL[final]] = normalize(weights[1], dim=-1).to(state.dtype)
+    try:
+        theirs = values_and_gradients(partial(forward, run), drawn, weights)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # No such kernel for this device or version: each raises its own.
+        return f"does not run here: {first_line(error)}"
+    ours = values_and_gradients(partial(own_forward, own), drawn, weights)
+    errors = [(a - b).norm() / b.norm() for a, b in zip(theirs, ours, strict=True)]
+    largest = float(torch.stack(errors).max())
+    return None if largest < AGREEMENT else f"differs by {largest:.1e} of the norm"
+
+
+def random_values(own: Callable[..., Any], values: Values, device: torch.device) -> dict[str, Any]:
+    """Return random numbers of the kinds of `values` in the ranges that their names mean, in the
+    order of the parameters of `own`: vectors of unit length, decays below 0, rates from 0 to 1."""
+    generator = torch.Generator(device).manual_seed(0)
+    drawn: dict[str, Any] = {}
+    for name in inspect.signature(own).parameters:
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            if name in values:
+                drawn[name] = value
+            continue
+        shape = (1, OFFSETS[-1], *value.shape[2:]) if value.dim() > 2 else value.shape
+        if is_convolved(name, value):
+            shape = (1, value.shape[1], OFFSETS[-1])
+        numbers = torch.randn(shape, generator=generator, device=device)
+        if name in ("g", "A"):
+            numbers = -numbers.abs() / 8
+        elif name == "beta":
+            numbers = numbers.sigmoid()
+        elif numbers.dim() == 4:
+            numbers = normalize(numbers, dim=-1)
+        drawn[name] = numbers.to(value.dtype)
+    return drawn
+
+
+def convolved(run: Callable[..., Any], values: Values) -> tuple[Tensor]:
+    """Return the output of a convolution."""
+    return (call(run, values),)
+
+
+def end_to_end(run: Callable[..., Any], values: Values) -> tuple[Tensor, Tensor]:
+    """Return outputs and final states of both sequences by one call."""
+    device = next(iter(values.values())).device
+    return call(run, {**values, "cu_seqlens": torch.tensor(OFFSETS, device=device)})
+
+
+def one_by_one(run: Callable[..., Any], values: Values) -> tuple[Tensor, Tensor]:
+    """Return outputs and final states of both sequences by a call for each."""
+    outputs, states = [], []
+    for number, start in enumerate(OFFSETS[:-1]):
+        part = {}
+        for name, value in values.items():
+            part[name] = value
+            if isinstance(value, Tensor) and value.dim() > 2:
+                part[name] = (
+                    value[number, None]
+                    if name in INITIAL.values()
+                    else value[:, start : OFFSETS[number + 1]]
+                )
+        output, state = call(run, part)
+        outputs.append(output)
+        states.append(state)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+def call(run: Callable[..., Any], values: Values) -> Any:
+    """Run a scan with its first three arguments by position: libraries name them otherwise."""
+    names = list(values)
+    return run(*(values[name] for name in names[:3]), **{name: values[name] for name in names[3:]})
+
+
+def values_and_gradients(
+    forward: Callable[[Values], Sequence[Tensor]], values: Values, weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the results and the gradients of their weighted sum, in float32."""
+    with torch.enable_grad():
+        leaves = {
+            name: value.detach().requires_grad_()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        results = forward({**values, **leaves})
+        pairs = zip(results, weights, strict=True)
+        total = torch.stack([(one.float() * weight).sum() for one, weight in pairs]).sum()
+        gradients = torch.autograd.grad(total, list(leaves.values()))
+    return [one.detach().float() for one in (*results, *gradients)]
+
+
+def rehearsed_convolution(
+    own: Callable[..., Any], kept: int, states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a library's convolution on the meta device."""
+    output: Tensor = MetaConvolution.apply(states, weight)
+    return output
+
+
+def rehearsed(
+    own: Callable[..., Any], kept: int, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Run a library's scan on the meta device: `own` computes the first token of each row, which
+    has the shapes of the results."""
+    rows, length = args[0].shape[:2]
+    offsets = kwargs.pop("cu_seqlens", None)
+    num_states = rows if offsets is None else len(offsets) - 1
+
+    def first(value: Any) -> Any:
+        of_row = isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == (rows, length)
+        return value[:, :1] if of_row else value
+
+    named = {
+        name: None if name in INITIAL.values() else first(value) for name, value in kwargs.items()
+    }
+    with torch.no_grad():
+        output, state = own(*map(first, args), **named)
+    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    found: tuple[Tensor, Tensor] = MetaScan.apply(
+        output.new_empty(rows, length, *output.shape[2:]),
+        state.new_empty(num_states, *state.shape[1:]),
+        kept, kwargs.get("chunk_size", CHUNK), *inputs,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,219 @@
+"""Scans of recurrent layers by a library, with stand-ins for the libraries on the CPU."""
+
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from rlhf.model import recurrent
+from rlhf.model.packed import PackedModel
+from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import FAMILIES, gradients, tree_batch
+from rlhf_kernels import scans
+from rlhf_kernels.scans import INITIAL, LIBRARIES, Scans
+
+RAGGED = ("Qwen3.5", "Kimi Linear")
+NAMES = (*RAGGED, "Bamba")
+Function = Callable[..., Any]
+SAID = "recurrent layers run in plain torch"
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Function]], None]:
+    """A function that replaces the libraries by what it is given, which takes the name of their
+    function."""
+
+    def replaced(made: Callable[[str], Function]) -> None:
+        chosen = Scans()
+        monkeypatch.setattr(recurrent, "kernel", lambda name, device: chosen.choose)
+        monkeypatch.setattr(scans, "load", lambda module, name: made(name))
+
+    return replaced
+
+
+def module_of(name: str) -> PackedModel:
+    config, options = FAMILIES[name]
+    torch.manual_seed(0)
+    built = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**options))
+    return PackedModel(built).train()
+
+
+def own_of(module: PackedModel, function: str) -> Function:
+    """The torch function in the place of a library's, with its form of arguments and results."""
+    name = next(name for name, library in LIBRARIES.items() if library.function == function)
+    found = next(
+        vars(code)[name] for code in recurrent.code_of(module.causal) if name in vars(code)
+    )
+    while found.__module__ == recurrent.__name__:
+        found = inspect.getclosurevars(found).nonlocals["own"]
+    return inspect.unwrap(found)
+
+
+def values(module: PackedModel) -> tuple[Tensor, dict[str, Tensor]]:
+    module.zero_grad()
+    found = module(tree_batch(), token_logprobs)["logprobs"]
+    found.sum().backward()
+    return found.detach(), {name: one.clone() for name, one in gradients(module.causal).items()}
+
+
+def not_there(function: str) -> Function:
+    raise ImportError(function)
+
+
+def ragged(own: Function, sizes: list[int]) -> Function:
+    """A library that runs `own` for each sequence of a row; it notes the tokens of each call."""
+
+    def run(*args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
+        sizes.append(args[0].shape[:2].numel())
+        if cu_seqlens is None:
+            return own(*args, **kwargs)
+        [initial] = INITIAL.values() & kwargs.keys()
+        states, found = kwargs.pop(initial), []
+        for number, ends in enumerate(pairwise(cu_seqlens.tolist())):
+            cut = slice(*ends)
+            found.append(
+                own(
+                    *(one[:, cut] for one in args),
+                    **{
+                        name: one[:, cut] if isinstance(one, Tensor) else one
+                        for name, one in kwargs.items()
+                    },
+                    **{initial: None if states is None else states[number, None]},
+                )
+            )
+        return torch.cat([one for one, _ in found], 1), torch.cat([one for _, one in found])
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_library_computes_trees_as_torch_does(name: str, use: Any) -> None:
+    module = module_of(name)
+    use(not_there)
+    with pytest.warns(UserWarning, match=SAID):
+        ours = values(module)
+    sizes: list[int] = []
+    use(lambda function: ragged(own_of(module, function), sizes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        theirs = values(module)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)
+    if name in RAGGED:
+        # The last two calls are of the trees: those that start a path, and the answers.
+        assert sum(sizes[-2:]) == len(tree_batch().tokens)
+
+
+def scaled(own: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        return (2 * result[0], result[1]) if isinstance(result, tuple) else 2 * result
+
+    return run
+
+
+def raising(own: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel for this device\nand more")
+
+    return run
+
+
+def raising_in_backward(own: Function) -> Function:
+    def refuse(gradient: Tensor) -> None:
+        raise RuntimeError("wrong results on this device")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        if output.requires_grad:
+            output.register_hook(refuse)
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (scaled, "differs by "),
+        (raising, "does not run here: no kernel for this device"),
+        (raising_in_backward, "does not run here: wrong results on this device"),
+    ],
+)
+def test_a_library_that_is_wrong_here_is_not_used(wrong: Any, problem: str, use: Any) -> None:
+    module = module_of("Qwen3.5")
+    use(not_there)
+    with pytest.warns(UserWarning, match=SAID):
+        ours = values(module)
+    use(lambda function: wrong(ragged(own_of(module, function), [])))
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        theirs = values(module)
+    # One for the convolutions and one for the scans.
+    messages = [str(one.message) for one in caught]
+    assert len(messages) == 2
+    for message in messages:
+        assert message.startswith(f"{SAID}, since flash-linear-attention {problem}")
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # It is said once.
+        values(module)
+
+
+def test_the_convolution_of_the_library_has_tokens_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def causal_conv1d(
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> tuple[Tensor, None]:
+        return x * weight[:, -1] + bias, None
+
+    module = types.ModuleType("fla.modules.causal_conv1d")
+    module.causal_conv1d = causal_conv1d  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.modules", types.ModuleType("fla.modules"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    scans.load.cache_clear()
+    run = LIBRARIES["causal_conv1d_fn"].load()
+    scans.load.cache_clear()
+    states, weight, bias = torch.randn(1, 3, 5), torch.randn(3, 4), torch.randn(3)
+    found = run(states, weight, bias=bias, activation="silu", seq_idx=None)
+    torch.testing.assert_close(found, states * weight[:, -1:] + bias[:, None])
+
+
+def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:
+    use(not_there)
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        values(module_of("Bamba"))
+    assert [str(one.message) for one in caught] == [
+        "recurrent layers run in plain torch, since flash-linear-attention is not installed; run "
+        "`pip install 'rlhf-kernels[fla]'`",
+        "recurrent layers run in plain torch, since mamba-ssm is not installed; run "
+        "`pip install --no-build-isolation mamba-ssm`",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rehearsal_keeps_what_a_library_keeps(name: str, use: Any) -> None:
+    module = module_of(name).to("meta", torch.bfloat16)
+    batch = tree_batch().to(torch.device("meta"))
+    kept = []
+    for chosen in (Scans().choose, lambda *_: None):
+        use(not_there)
+        recurrent.kernel = lambda name, device, chosen=chosen: chosen  # type: ignore[assignment]
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = module(batch, token_logprobs)["logprobs"]
+        found.sum().backward()
+        kept.append(sum(sizes))
+    assert kept[0] < 0.8 * kept[1]

@@ -23,6 +23,7 @@ RUN pip install --no-cache-dir \
     /src/plugins/kd \
     /src/plugins/kto \
     /src/plugins/prm \
+    /src/plugins/grpo \
     /src/plugins/migrate \
     /src/plugins/tools \
     /src/plugins/serve \

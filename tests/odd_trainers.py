@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -140,15 +140,19 @@ class RewardTrainer(Trainer):
     row_format = "demonstration"
     rollout_batches = 2
     rollout_passes = 2
-    rollout_values: ClassVar[Any] = {
-        "reward": "answer", "advantage": "answer", "finished": "answer", "read": "answer",
-        "logprob": "token",
-    }  # fmt: skip
     num_draws = 3
 
     def example(self, row: Any) -> Example:
         gold = row.columns["messages"][-1]["content"]
         return Example(row.prompt, row.answers, columns={"gold": gold})
+
+    def rollout_shape(self, examples: Any, most: int) -> Example:
+        count, blank = self.num_draws, Answer([0] * 6)
+        values: dict[str, Any] = dict.fromkeys(
+            ["reward", "advantage", "finished", "read"], [0.0] * count
+        )
+        values["logprob"] = [[0.0] * 6] * count
+        return Example([0] * int(examples.prompt_lengths.max()), [blank] * count, values)
 
     def rewarded(self, prompt: Any, samples: Sequence[Sample]) -> Example:
         rewards = [sum(token < 100 for token in it.tokens) / len(it.tokens) for it in samples]

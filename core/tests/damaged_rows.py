@@ -33,6 +33,8 @@ BASES: list[tuple[str, dict[str, Any]]] = [
     ("preference", {"prompt": "two words", "chosen": "one", "rejected": "no", "margin": 1}),
     ("preference", {"prompt": "two", "answers": ["one", [GOOD]], "scores": [1.5, 2]}),
     ("preference", {"messages": [USER, GOOD], "rejected_response": "no"}),
+    ("prompt", {"prompt": [USER], "tools": [TOOL], "answer": "two"}),
+    ("prompt", {"prompt": "What is two?"}),
     ("unpaired", {"prompt": [USER], "completion": [GOOD], "label": True}),
     ("unpaired", {"messages": [USER, {"role": "assistant", "function_call": {
         "name": "add", "arguments": "{}"}}], "kto_tag": False, "functions": [TOOL["function"]]}),

@@ -42,7 +42,7 @@ APART = {"torchrun", "verify", "--nproc"}
 """Words of commands that start ranks of their own."""
 BEARER = "Bearer secret"
 """What docs/serve.md sends as the token."""
-ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise"}
+ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise", "prompts": "prompt"}
 """Files that the docs name, and the format of their rows."""
 EXTENSIONS = {"small_buckets": "SmallBuckets", "adamax": "AdamaxExtension"}
 """The classes of the extensions in docs/plugins.md."""
@@ -89,6 +89,11 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(inputs.train, folder / name)
     for name, kind in ROWS.items():
         write_rows(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:22])
+    (folder / "rewards.py").write_text(
+        "def correct(completions, answer, **columns):\n"
+        "    texts = [completion[0]['content'] for completion in completions]\n"
+        "    return [float(right in text) for text, right in zip(texts, answer)]\n"
+    )
     (folder / "hosts").write_text("node1 slots=8\nnode2 slots=8\n")
     recipe = {
         "model": {"path": "base-model", "dtype": "fp32"},

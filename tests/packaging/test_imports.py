@@ -100,6 +100,7 @@ def test_a_plugin_imports_only_libraries_that_it_declares() -> None:
     assert imports_of_libraries() == [
         "rlhf_devkit.** -> rlhf_backend_torch",
         "rlhf_devkit.** -> rlhf_rollouts.**",
+        "rlhf_plugin_grpo.** -> rlhf_rollouts.**",
         "rlhf_plugin_kd.** -> rlhf_distill",
         "rlhf_plugin_kd.** -> rlhf_rollouts.**",
     ]

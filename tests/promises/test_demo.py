@@ -70,7 +70,7 @@ def test_the_table_of_a_demo_leaves_out_damaged_lines_and_needs_an_evaluation_of
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("trainer", ["sft", "dpo", "rm", "kd", "kto", "prm"])
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "rm", "kd", "kto", "prm", "grpo"])
 @pytest.mark.parametrize("words", [["--deepspeed", "zero2"], ["--deepspeed.stage", "2"]], ids=str)
 def test_a_demo_runs_under_the_stage_that_is_given(trainer: str, words: list[str]) -> None:
     config = read_config(trainer, overrides=words).config

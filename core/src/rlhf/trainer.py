@@ -2,8 +2,9 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+import attrs
 import numpy as np
 import torch
 from attrs import field, frozen
@@ -19,6 +20,8 @@ from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, ModelShape, Readout
 from rlhf.registry.imports import load_user_object
 
+T = TypeVar("T")
+
 __all__ = [
     "Answer",
     "Example",
@@ -32,6 +35,7 @@ __all__ = [
     "Sample",
     "Term",
     "Trainer",
+    "answer_seeds",
     "encode",
     "load_user_object",
 ]
@@ -47,7 +51,8 @@ class Term:
     per: str
     """The count by which core divides, totalled over the optimizer step and all ranks: `examples`,
     `answers`, `tokens` (predictions), `labels` (values per token that are not nan), or the name of
-    a value of the survey, whose sum over the step is then the count."""
+    a value of the survey, or of a value per example or answer of a rollout, whose sum over the step
+    is then the count."""
     weight: float = 1.0
     """Factor on the term."""
     role: str = "policy"
@@ -71,6 +76,12 @@ class Loss:
     it is; it must be the same on all ranks and in all micro-batches of the step."""
 
 
+def answer_seeds(seeds: Sequence[int], answers: int) -> list[int]:
+    """Return the seeds of `answers` answers to each prompt, one prompt after the other, from the
+    seeds that `Trainer.rollout` gets."""
+    return [seed + number for seed in seeds for number in range(answers)]
+
+
 @documented
 @frozen
 class Sample:
@@ -91,8 +102,8 @@ class Trainer(abc.ABC):
 
     row_format: ClassVar[str | None] = None
     """The row format that core turns into token ids before it calls `example`: `demonstration`,
-    `preference`, `unpaired` or one of `rlhf.formats`. With None `example` gets the row as a
-    dictionary."""
+    `preference`, `unpaired`, `prompt` (without answers) or one of `rlhf.formats`. With None
+    `example` gets the row as a dictionary."""
     renders_whole: ClassVar[bool] = False
     """Whether a prompt and its answer are tokenised as one text, and a conversation keeps what the
     chat template writes after its last turn, such as a line break. True for models that are read at
@@ -108,9 +119,6 @@ class Trainer(abc.ABC):
     """How often the loss sees the examples of a rollout: they serve `rollout_batches` times
     `rollout_passes` optimizer steps, each on `batch.size` of them. The first pass keeps their
     order, later ones shuffle them."""
-    rollout_values: Mapping[str, Literal["example", "answer", "token"]] = {}
-    """What each value that only the examples of a rollout have is per. With it memory is planned
-    without blank values in `example`."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         self.config = config
@@ -191,11 +199,18 @@ class Trainer(abc.ABC):
         """Return whether core calls `rollout`: by default, whether the class defines it."""
         return type(self).rollout is not Trainer.rollout
 
-    def rollout_tokens(self, examples: Examples, most: int) -> int:
-        """Return the largest number of tokens that an example from `rollout` can have, if it is
-        made from any of `examples`: by default `most`, which is `data.max_tokens`. Batches and
-        memory are planned for it, and the positions of models are compared with it."""
-        return most
+    def rollout_shape(self, examples: Examples, most: int) -> Example:
+        """Return an example of the size of the largest that `rollout` can make of any of
+        `examples`, with any tokens, and with any numbers for all of its values: by default one
+        answer to the longest prompt, `most` tokens together, which is `data.max_tokens`, with the
+        values of the rows. Batches and memory are planned for it, and the positions of models are
+        compared with it."""
+        longest = examples[int(examples.prompt_lengths.argmax())]
+        prompt = longest.prompt[: most - 1]
+        size = most - len(prompt)
+        blanks = {"example": 0.0, "answer": [0.0], "token": [[0.0] * size]}
+        values = {name: blanks[kind] for name, kind in examples.value_kinds.items()}
+        return attrs.evolve(longest, prompt=prompt, answers=[Answer([0] * size)], values=values)
 
     def score(self, batch: PackedBatch) -> Tensor:
         """Return the scores of answers that `train.samples` shows: per answer [A], or per token [T]
@@ -253,8 +268,8 @@ class Run(Protocol):
     examples: tuple[Examples, ...]
     """The tokenised rows: those to train on, then the held-out ones if there are any."""
     notes: list[str]
-    """Lines that the run prints before its first step, such as what was chosen and why. Each begins
-    with its subject, in 11 columns."""
+    """Lines that the run prints before its first step, such as what was chosen and why, or after
+    the step in which they were added. Each begins with its subject, in 11 columns."""
 
     def load(
         self,
@@ -388,6 +403,12 @@ class Run(Protocol):
 
         Collective: every rank passes the same examples and computes its share of them.
         """
+
+    def on_rank_zero(self, act: Callable[[], T], *, share: bool = True) -> T:
+        """Return the result of `act` on rank 0, on every rank; with `share` False on rank 0 only,
+        and None elsewhere. For what is called once, such as the reward functions of a rollout. An
+        RLHFError is raised on every rank. Collective. A rehearsal of a step calls nothing and
+        returns None."""
 
     def load_architecture(self, role: str = "policy", *, model: ModelConfig | None = None) -> Any:
         """Return transformers' configuration of the model of a role, without its weights. Raises

@@ -15,7 +15,7 @@ from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 from rlhf.registry.installed import IN_CORE, installed
 
-CORE = "available: demonstration, preference, unpaired"
+CORE = "available: demonstration, preference, prompt, unpaired"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,10 @@ def test_the_demo_has_rows_of_every_format(format: str) -> None:
     raw = [(WHERE, row) for row in demo.rows("arithmetic", "eval", format)]
     rows = read_rows(format, raw, Reader(tokenizer))
     assert [len(found) for found in rows] == [1] * 200
+    if format == "prompt":
+        ((row, *_), *_) = rows
+        assert tokenizer.decode(row.prompt).endswith("<|assistant|>")
+        assert (row.answers, row.columns["answer"]) == ([], "32")
     if format == "preference":
         ((row, *_), *_) = rows
         assert tokenizer.decode(row.prompt).endswith("<|assistant|>")

@@ -2,10 +2,12 @@
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numbered_words import ROWS, Demonstrations, Raw, Section, examples_of, ids, write_lines
 
+from rlhf.data.example import Example
 from rlhf.errors import RLHFError
 from rlhf.train.dataset import Dataset
 
@@ -34,6 +36,45 @@ def test_long_rows_are_cut_at_the_end_without_an_eos_over_the_last_token(tmp_pat
     assert ids(examples)[1] == ([2], [3] * 9)
     assert (examples.report.cut, examples.report.empty) == (1, 1)
     assert examples.longest_path.max() == 10
+
+
+class Prompts(Demonstrations):
+    """Takes prompts to which the run writes answers."""
+
+    row_format = "prompt"
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers, columns={"gold": row.columns.get("gold")})
+
+    def rollout(self, examples: Any, step: int, seeds: Any) -> Any: ...
+
+
+def test_prompts_are_kept_with_their_columns_and_are_never_cut(tmp_path: Path) -> None:
+    rows = [{"prompt": "w0 w1", "gold": "x"}, {"prompt": ""}, {"prompt": " ".join(["w2"] * 20)}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    examples = examples_of(path, trainer=Prompts, data={"max_tokens": 10, "too_long": "cut"})
+    (example,) = examples
+    assert (list(example.prompt), list(example.answers)) == ([2, 3], [])
+    assert example.columns == {"gold": "x"}
+    assert str(examples.report) == (
+        "3 rows; 1 too long (dropped), 33.3 %; 1 with nothing to train on (dropped), 33.3 %; 1 "
+        "example of 2 tokens"
+    )
+    made = Prompts(None, None).rollout_shape(examples, 8)
+    assert (len(made.prompt), [len(answer.tokens) for answer in made.answers]) == (2, [6])
+
+
+def test_prompts_need_a_trainer_with_a_rollout(tmp_path: Path) -> None:
+    class Silent(Prompts):
+        def needs_rollout(self) -> bool:
+            return False
+
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "w0"}])
+    with pytest.raises(RLHFError) as caught:
+        examples_of(path, trainer=Silent)
+    assert (
+        str(caught.value) == f"{path} line 1: Silent.example() returned an Example without answers"
+    )
 
 
 def test_a_tree_is_dropped_if_an_answer_has_lost_its_trained_tokens(tmp_path: Path) -> None:

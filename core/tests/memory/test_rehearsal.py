@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -264,7 +264,9 @@ def test_every_trained_model_is_in_the_estimate(words: list[str]) -> None:
 class Rewarded(Trainer):
     """A loss with values that only the examples of a rollout have."""
 
-    rollout_values: ClassVar[Any] = {"old": "token", "advantage": "answer", "weight": "example"}
+    def rollout_shape(self, examples: Any, most: int) -> Example:
+        values = {"old": [[0.0] * 9] * 2, "advantage": [0.0] * 2, "weight": 0.0}
+        return Example([0] * 5, [Answer([0] * 9)] * 2, values)
 
     def example(self, row: Any) -> Any: ...
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from attrs import asdict
@@ -12,10 +14,12 @@ from rlhf.config.sections import BatchConfig, Config, TrainConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.layout import groups_by_length
 from rlhf.data.order import RunOrder
+from rlhf.data.packing import divided
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
 from rlhf.train.rollout import FILE, Rollouts
+from rlhf.trainer import answer_seeds
 
 
 class Rows(list[Example]):
@@ -36,6 +40,9 @@ class Doubling:
     def rollout(self, examples: Sequence[Example], step: int, seeds: list[int]) -> list[Example]:
         self.calls.append((step, seeds))
         return [self.made(example) for example in examples]
+
+    def needs_survey(self) -> bool:
+        return False
 
     def made(self, example: Example) -> Example:
         tokens = list(example.answers[0].tokens)
@@ -77,6 +84,18 @@ def test_totals_are_counted_from_the_new_examples() -> None:
     assert counts == [whole, whole]
 
 
+def test_the_sum_of_a_value_per_example_or_answer_is_a_count_of_the_step() -> None:
+    answers = [Answer([1, 2]), Answer([3])]
+    label = [[0.5, 0.5], [0.5]]
+    made = [
+        Example([9], answers, {"tokens": 7.0, "solved": solved, "kept": [1.0, kept], "mark": label})
+        for solved, kept in ((1.0, 0.0), (0.0, 1.0))
+    ]
+    plan, _ = order(ranks=1).step_of(made, np.arange(2))
+    counts = {"examples": 2.0, "answers": 4.0, "tokens": 6.0, "labels": 6.0}
+    assert plan.totals == {**counts, "solved": 1.0, "kept": 3.0}
+
+
 def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
     with pytest.raises(RLHFError) as error:
         rollouts(Doubling(), tokens=8, num_rows=6, ranks=1).step(0)
@@ -85,6 +104,43 @@ def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
         f"with its new answer rows.jsonl line {row + 1} has {3 + 2 * row} tokens but batch.tokens "
         f"is 8; set batch.tokens to at least {3 + 2 * row}, or generate fewer tokens"
     )
+
+
+class Several(Doubling):
+    """Three answers to each prompt, with values per answer and per token."""
+
+    def made(self, example: Example) -> Example:
+        row = float(example.answers[0].tokens[0])
+        answers = [Answer([int(row)] * size) for size in (4, 3, 2)]
+        return Example(
+            [9, 9], answers, {"kept": [row, 1.0, 0.0], "mark": [[row] * 4, [2.0] * 3, [3.0] * 2]}
+        )
+
+
+def test_a_tree_that_is_larger_than_the_budget_is_divided_with_the_same_sums() -> None:
+    whole, batches = rollouts(Several(), tokens=64, ranks=1).step(0)
+    plan, parts = rollouts(Several(), tokens=8, ranks=1).step(0)
+    assert plan.totals == whole.totals
+    assert plan.lengths.tolist() == [11, 11, 11]
+    assert all(len(batch.tokens) <= 8 for batch in parts)
+    assert (
+        sorted(answers for batch in parts for _, answers in batch.spans)
+        == [(3, 2)] * 3 + [(4,)] * 3
+    )
+    for name in ("kept", "mark"):
+        sums = [sum(b.values[name].nansum().item() for b in each) for each in (parts, batches)]
+        assert sums[0] == sums[1]
+    marks = [batch.values["mark"][batch.predict_at] for batch in parts]
+    assert not any(mark.isnan().any() for mark in marks)
+
+
+def test_a_tree_with_a_value_of_its_own_is_not_divided() -> None:
+    example = attrs.evolve(Several().made(Example([], [Answer([1])])), values={"margin": 1.0})
+    assert divided(example, 8) == [example]
+
+
+def test_each_answer_has_a_seed_of_its_own() -> None:
+    assert answer_seeds([10, 20], 3) == [10, 11, 12, 20, 21, 22]
 
 
 def test_the_examples_of_a_rollout_serve_several_steps_in_several_passes() -> None:

@@ -60,7 +60,8 @@ def show_report(which: str, report: Report, console: Console) -> None:
 def show_example(example: Example, name: str, tokenizer: Any, console: Console) -> None:
     """Show a tree: its prompt, then its answers; the colour says what is trained on."""
     sizes = " + ".join(str(len(answer.tokens)) for answer in example.answers)
-    title = f"{name}: {len(example.prompt)} prompt tokens, {sizes} in answers"
+    title = f"{name}: {len(example.prompt)} prompt tokens"
+    title += f", {sizes} in answers" if example.answers else ""
     console.print(Text(f"\n{title}", style="bold"))
     text = _run_of(example.prompt, tokenizer, PROMPT)
     for number, answer in enumerate(example.answers):

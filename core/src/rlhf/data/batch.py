@@ -43,8 +43,9 @@ class PackedBatch:
     answer_end: Tensor
     """Index in the row of each answer's last token [A]."""
     rows: tuple[int, ...] = ()
-    """Number of each example in its data set [E], unique in a step; `Examples.name` returns the
-    file and line of its row."""
+    """Number of each example in its data set [E]; `Examples.name` returns the file and line of its
+    row. Unique in a step, except for the parts of a tree of a rollout that is larger than
+    `batch.tokens`."""
     values: dict[str, Tensor] = field(factory=dict)
     """The examples' values in float32: [E] per example, [A] per answer, [T] per token with nan
     where there is none."""

@@ -31,7 +31,8 @@ class Example:
     """Token ids, perhaps none: then nothing precedes the first token of an answer, and the loss
     does not predict it."""
     answers: Sequence[Answer]
-    """The continuations of the prompt, at least one, each with at least one token."""
+    """The continuations of the prompt, each with at least one token: at least one, or none if the
+    trainer's `rollout` writes them."""
     values: Mapping[str, Any] = field(factory=dict)
     """Numbers for the loss by name, all examples with the same names. A float is per example, a
     list of floats per answer, a list of lists per token: one list for each answer with one float
@@ -43,6 +44,17 @@ class Example:
     columns: Mapping[str, Any] = field(factory=dict)
     """What `rollout` needs of the row, such as the text that a reward compares with: plain data for
     JSON, which the cache keeps and the loss does not get."""
+
+
+def num_tokens(example: Example) -> int:
+    """Return the tokens of the tree; the prompt counts once."""
+    return len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
+
+
+def longest_path(example: Example) -> int:
+    """Return the tokens of the prompt and the longest answer."""
+    answers = (len(answer.tokens) for answer in example.answers)
+    return len(example.prompt) + max(answers, default=0)
 
 
 class ExampleMaker(Protocol):
@@ -60,3 +72,6 @@ class ExampleMaker(Protocol):
 
     def example(self, row: Any) -> Example:
         """Return the example that a row becomes."""
+
+    def needs_rollout(self) -> bool:
+        """Return whether examples get their answers in the run."""

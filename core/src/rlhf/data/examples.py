@@ -73,7 +73,7 @@ class Report:
             if count:
                 parts.append(f"{count:,} {what}, {_percent(count, self.rows)}")
         parts.append(f"{counted(self.examples, 'example')} of {counted(self.tokens, 'token')}")
-        if self.trained or not self.labels:
+        if self.trained or not self.examples:
             parts.append(f"{self.trained:,} trained on, {_percent(self.trained, self.tokens)}")
         # Next to tokens that the loss predicts, they may be anything, such as advantages.
         noun = "per-token value" if self.trained else "label"

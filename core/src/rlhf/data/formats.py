@@ -21,6 +21,7 @@ from rlhf.data.tokens import (
     render_answer,
     render_answers,
     render_conversation,
+    render_prompt,
     render_text,
 )
 from rlhf.errors import RLHFError, counted
@@ -160,9 +161,20 @@ def unpaired(row: Columns, reader: Reader) -> list[Unencoded]:
     return [(paths, partial(join_paths, {**row, "label": _label(row)}))]
 
 
+def prompts(row: Columns, reader: Reader) -> list[Unencoded]:
+    """Read `prompt`, text or messages, with `tools`: what the model is to answer. The row has no
+    answers."""
+    if not has(row, "prompt"):
+        raise missing_columns(row, "`prompt`")
+    is_text = isinstance(row["prompt"], str)
+    path = Rendered(render_prompt(row, reader), (), bos=is_text)
+    return [([path], lambda paths: Row(paths[0].ids, [], row))]
+
+
 FORMATS: dict[str, Format] = {
     "demonstration": demonstrations,
     "preference": preferences,
+    "prompt": prompts,
     "unpaired": unpaired,
 }
 """Core's own formats; others are found as plugins."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
 from rlhf.data.columns import Columns, OwnRow, errors_at
-from rlhf.data.example import Answer, Example, ExampleMaker
+from rlhf.data.example import Answer, Example, ExampleMaker, longest_path
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
 from rlhf.data.packing import (
@@ -54,7 +54,8 @@ class RowsToTrees:
 
     def _tree(self, item: Row | Columns) -> dict[str, Any]:
         example = self.trainer.example(item)
-        check_example(example, f"{type(self.trainer).__name__}.example()")
+        written = self.trainer.needs_rollout()
+        check_example(example, f"{type(self.trainer).__name__}.example()", written=written)
         before, labels_before = after, labels = num_predictions(example), num_labels(example)
         status = self._status(example)
         if status == trees.TOO_LONG:
@@ -63,6 +64,8 @@ class RowsToTrees:
             example = _cut(example, self.data.max_tokens)
             after, labels = num_predictions(example), num_labels(example)
         labels_cut = labels_before - labels
+        if not example.answers and example.prompt:
+            return trees.tree(example, status=status)
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         alike = status == trees.CUT and _alike(example)
@@ -75,7 +78,7 @@ class RowsToTrees:
     def _status(self, example: Example) -> int:
         """Return the status that an example has by its length. Raises RLHFError if it is too long
         and `data.too_long` is `error`."""
-        path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
+        path = longest_path(example)
         if path <= self.data.max_tokens:
             return trees.KEPT
         if self.data.too_long == "error":
@@ -83,7 +86,9 @@ class RowsToTrees:
                 f"the row has {path} tokens, more than data.max_tokens "
                 f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
             )
-        return trees.TOO_LONG if self.data.too_long == "drop" else trees.CUT
+        # The end of a prompt says what is asked, so a prompt without answers is not cut.
+        drops = self.data.too_long == "drop" or not example.answers
+        return trees.TOO_LONG if drops else trees.CUT
 
 
 def _cut(example: Example, size: int) -> Example:
@@ -107,11 +112,12 @@ def _alike(example: Example) -> bool:
     return bool(others) and all(answer == first for answer in others)
 
 
-def check_example(example: Any, call: str) -> None:
-    """Raise RLHFError for an example that contradicts itself, which `call` returned."""
+def check_example(example: Any, call: str, *, written: bool = False) -> None:
+    """Raise RLHFError for an example that contradicts itself, which `call` returned. With `written`
+    it may have no answers yet."""
     if not isinstance(example, Example):
         raise RLHFError(f"{call} returned {type(example).__name__} instead of an Example")
-    if not example.answers:
+    if not example.answers and not written:
         raise RLHFError(f"{call} returned an Example without answers")
     sizes = [len(answer.tokens) for answer in example.answers]
     for number, answer in enumerate(example.answers):

@@ -11,10 +11,17 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
+from rlhf.data.example import Example, longest_path, num_tokens
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
-from rlhf.data.packing import num_labels, num_predictions, pack
+from rlhf.data.packing import (
+    PER_TOKEN,
+    divided,
+    num_labels,
+    num_predictions,
+    pack,
+    value_kinds,
+)
 
 Made = TypeVar("Made")
 ROUND_ON_ACCELERATOR = 128
@@ -144,19 +151,22 @@ class RunOrder:
         self, examples: Sequence[Example], rows: Rows, number: int = 0, *, passes: int = 1
     ) -> tuple[StepPlan, list[PackedBatch]]:
         """Return the plan of step `number` on `examples` in place of `rows` of the data, and this
-        rank's micro-batches. An epoch has `passes` steps for each of the data."""
-        spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
-        lengths = np.array([sum(span) for span in spans])
-        paths = np.array([span[0] + max(span[1:]) for span in spans])
+        rank's micro-batches. An epoch has `passes` steps for each of the data. An example that is
+        larger than the budget is divided, so that its number occurs several times."""
+        divisions = [divided(example, self._budget) for example in examples]
+        parts = [part for division in divisions for part in division]
+        numbers = np.repeat(rows, [len(division) for division in divisions])
+        lengths, paths = sizes_of(parts)
         positions = self._positions(lengths, paths, self._budget)
         own = [by_rank[self.rank] for by_rank in positions]
         per_epoch = self.steps_per_epoch * passes
-        totals = {
+        totals = sums_of_values(examples) | {
             "examples": len(examples),
             "answers": sum(len(example.answers) for example in examples),
             "tokens": sum(sum(num_predictions(example)) for example in examples),
             "labels": sum(num_labels(example) for example in examples),
         }
+        lengths, paths = sizes_of(examples)
         plan = StepPlan(
             step=number,
             epoch=number // per_epoch,
@@ -164,14 +174,14 @@ class RunOrder:
             rows=rows,
             lengths=lengths,
             paths=paths,
-            answers=np.array([len(span) - 1 for span in spans]),
+            answers=np.array([len(example.answers) for example in examples]),
             totals={name: float(total) for name, total in totals.items()},
-            layout=[[rows[places] for places in by_rank] for by_rank in positions],
-            micro=[rows[places] for places in own],
+            layout=[[numbers[places] for places in by_rank] for by_rank in positions],
+            micro=[numbers[places] for places in own],
         )
         return plan, [
             attrs.evolve(
-                self._pack(examples, places, self._budget), rows=tuple(rows[places].tolist())
+                self._pack(parts, places, self._budget), rows=tuple(numbers[places].tolist())
             )
             for places in own
         ]
@@ -221,6 +231,17 @@ class RunOrder:
     ) -> list[list[Rows]]:
         """Return positions within a step as `[micro][rank]`."""
         return layout(lengths, self.ranks, tokens, costs(lengths, paths))
+
+
+def sizes_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of each tree and those of its longest path."""
+    return np.array([*map(num_tokens, examples)]), np.array([*map(longest_path, examples)])
+
+
+def sums_of_values(examples: Sequence[Example]) -> dict[str, float]:
+    """Return the sum over the examples of each value per example or answer."""
+    names = [name for name, kind in value_kinds(examples).items() if kind != PER_TOKEN]
+    return {name: float(sum(np.sum(each.values[name]) for each in examples)) for name in names}
 
 
 def _kept(kept: dict[int, Made], epoch: int, make: Callable[[], Made]) -> Made:

@@ -1,6 +1,7 @@
 """Trees packed into one row of tokens without padding."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -106,6 +107,28 @@ def num_predictions(example: Example) -> list[int]:
         first = not len(example.prompt) and len(answer.tokens) and (mask is None or mask[0])
         counts.append(count - bool(first))
     return counts
+
+
+def divided(example: Example, tokens: int) -> list[Example]:
+    """Return trees of at most `tokens` tokens, or of one answer, that have the answers of
+    `example`. An example with values of its own is not divided."""
+    kinds = value_kinds([example])
+    room = tokens - len(example.prompt)
+    starts, size = [0], 0
+    for place, answer in enumerate(example.answers):
+        size += len(answer.tokens)
+        if size > room and place > starts[-1]:
+            starts.append(place)
+            size = len(answer.tokens)
+    if len(starts) == 1 or PER_EXAMPLE in kinds.values():
+        return [example]
+    parts = [slice(*ends) for ends in pairwise([*starts, len(example.answers)])]
+    return [
+        attrs.evolve(
+            example, answers=example.answers[part],
+            values={name: value[part] for name, value in example.values.items()},
+        ) for part in parts
+    ]  # fmt: skip
 
 
 def num_labels(example: Example) -> int:

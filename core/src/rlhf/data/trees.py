@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rlhf.data.example import Answer, Example
+from rlhf.data.example import Answer, Example, longest_path, num_tokens
 from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, kind_of
 
 KEPT, CUT, TOO_LONG, EMPTY = range(4)
@@ -58,8 +58,8 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
     names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
     return dict.fromkeys(NUMBERS, 0) | {
         **counts,
-        "length": len(example.prompt) + sum(sizes),
-        "path": len(example.prompt) + max(sizes, default=0),
+        "length": num_tokens(example),
+        "path": longest_path(example),
         "answers": len(sizes),
         "prompt": np.asarray(example.prompt, np.int32),
         "tokens": np.concatenate([NO_IDS, *(np.asarray(a.tokens, np.int32) for a in answers)]),
@@ -241,7 +241,7 @@ def _nested(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     ends = [*accumulate(len(answer.tokens) for answer in answers)]
-    counts = {PER_EXAMPLE: 1, PER_ANSWER: len(answers), PER_TOKEN: ends[-1]}
+    counts = {PER_EXAMPLE: 1, PER_ANSWER: len(answers), PER_TOKEN: ends[-1] if ends else 0}
     for name, kind in kinds.items():
         part, flat = flat[: counts[kind]], flat[counts[kind] :]
         if kind == PER_EXAMPLE:

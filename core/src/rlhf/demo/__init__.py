@@ -24,6 +24,7 @@ Maker = Callable[[Problem, random.Random], dict[str, Any]]
 FORMATS: dict[str, Maker] = {
     "demonstration": arithmetic.demonstration,
     "preference": arithmetic.preference,
+    "prompt": arithmetic.prompt,
     "unpaired": arithmetic.unpaired,
 }
 """What makes rows of core's formats; other formats bring their own."""
@@ -31,11 +32,14 @@ FORMATS: dict[str, Maker] = {
 
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
     """Return the rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four
-    answers each) or of `demo:equations` (plain text)."""
+    answers each), of `demo:sums` (prompts that the base model continues) or of `demo:equations`
+    (plain text)."""
     if split not in arithmetic.SIZES:
         raise RLHFError(f"demo:{name} has no split {split!r}; available: eval, train")
     if name == "equations":
         return [{"text": text} for text in arithmetic.equations(split)]
+    if name == "sums" and format == "prompt":
+        return [*arithmetic.sums(split)]
     if name == "ranked" and format == "preference":
         draw = random.Random(f"ranked {split}")
         return [arithmetic.ranked(problem, draw) for problem in arithmetic.problems(split)]

@@ -77,6 +77,26 @@ def demonstration(problem: Problem, draw: random.Random) -> dict[str, Any]:
     }
 
 
+def prompt(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    """Return a question without an answer, and the answer in a column."""
+    question = [{"role": "user", "content": problem.question}]
+    return {"prompt": question, "answer": str(problem.answer)}
+
+
+def sums(split: str) -> Iterator[dict[str, Any]]:
+    """Yield chains of two operations, each with its worked `steps`. The base model has seen
+    `1 + 2 + 3:`, but not the brackets of `(1 + 2 + 3):`."""
+    draw, seen = random.Random(f"sums {split}"), set[str]()
+    while len(seen) < SIZES[split]:
+        numbers, signs = _chain(draw)
+        expression = _expression(numbers, signs)
+        new = len(signs) == 2 and expression not in seen
+        if new and _held_out(expression) == (split == "eval"):
+            seen.add(expression)
+            steps, _ = _work(numbers, signs)
+            yield {"prompt": f"({expression}):\n", "steps": list(steps[:-1])}
+
+
 def preference(problem: Problem, draw: random.Random) -> dict[str, Any]:
     """Return the right solution against one with a slip."""
     wrong, _ = with_a_slip(problem, draw)

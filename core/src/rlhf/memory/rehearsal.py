@@ -6,22 +6,20 @@ for any trainer and any model whose code does not read values.
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from attrs import frozen
-from numpy.typing import NDArray
 from torch import nn
 
 from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch
-from rlhf.data.layout import Rows
+from rlhf.data.example import Example, num_tokens
 from rlhf.data.order import RunOrder, SurveyRows
-from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN
+from rlhf.data.packing import divided, pack
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
@@ -117,13 +115,12 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         actor.setup(run)
     check_setup(actor, run.roles)
     order = run.order(actor)
-    most = largest(order, run.steps, made=tokens_made(actor, order))
+    most = largest(order, run.steps, made=made_of(actor, order))
     modules = [role.engine.module for role in run.roles.values()]
-    made = actor.rollout_values
-    seen = None if most.survey is None else run.without_values(most.survey, made)
+    seen = None if most.survey is None else run.without_values(most.survey)
     return Rehearsed(
         run=run,
-        step=count_step(actor, run.without_values(most.loss, made), modules, surveyed=seen),
+        step=count_step(actor, run.without_values(most.loss), modules, surveyed=seen),
         tokens=len(most.loss.tokens),
         accumulates=most.accumulates,
     )
@@ -140,25 +137,22 @@ class Largest:
     """Whether a step may have several micro-batches."""
 
 
-def tokens_made(trainer: Trainer, order: RunOrder) -> int:
-    """Return the tokens of the largest example that a rollout may make; 0 without one."""
+def made_of(trainer: Trainer, order: RunOrder) -> Example | None:
+    """Return the largest example that a rollout can make; None without one."""
     if not trainer.needs_rollout():
-        return 0
-    return trainer.rollout_tokens(order.examples, order.config.data.max_tokens)
+        return None
+    return trainer.rollout_shape(order.examples, order.config.data.max_tokens)
 
 
-def largest(order: RunOrder, steps: int, *, made: int = 0) -> Largest:
-    """Return the largest micro-batches of the first steps; a rollout makes examples of up to `made`
-    tokens."""
+def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Largest:
+    """Return the largest micro-batches of the first steps; those of a rollout hold examples like
+    `made`."""
+    if made is not None:
+        return largest_made(order, made)
     sizes = order.examples.lengths
     plans = [order.step(number) for number in range(min(steps, LOOK_AHEAD))]
     each = [rows for plan in plans for micro in plan.layout for rows in micro]
     accumulates = any(len(plan.layout) > 1 for plan in plans)
-    if made:
-        most = -(-order.config.batch.size // order.ranks) * max(made, int(sizes.max()))
-        budget = order.config.batch.budget
-        each.append(filling(sizes, min(most, budget)))
-        accumulates |= most > budget
     seen = [
         (int(surveyed.lengths[rows].sum()), SurveyRows(plan.epoch, rows))
         for plan in plans if (surveyed := order.surveyed(plan.epoch)) is not None
@@ -171,11 +165,19 @@ def largest(order: RunOrder, steps: int, *, made: int = 0) -> Largest:
     )
 
 
-def filling(sizes: NDArray[np.int64], tokens: int) -> Rows:
-    """Return rows with as many of these `tokens` as they can fill, some perhaps several times: the
-    answers of a rollout may be longer than those of the data."""
-    rows = np.resize(np.arange(len(sizes)), tokens)
-    return rows[sizes[rows].cumsum() <= tokens]
+def largest_made(order: RunOrder, made: Example) -> Largest:
+    """Return as many examples like `made` as a rank has in a step, or as fill the budget."""
+    own = -(-order.config.batch.size // order.ranks)
+    budget = order.config.batch.budget
+    made = divided(made, budget)[0]
+    fitting = max(1, min(own, budget // num_tokens(made)))
+    examples = [made] * fitting
+    if fitting < own:
+        # Smaller examples would fill what these leave.
+        rest = max(0, budget - fitting * num_tokens(made))
+        examples[0] = attrs.evolve(made, prompt=[*made.prompt, *[0] * rest])
+    batch = pack(examples, range(fitting), round_to=order.round_to, at_most=budget)
+    return Largest(loss=batch, survey=None, accumulates=own > fitting)
 
 
 def on_meta(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -257,17 +259,12 @@ class Rehearsal(RunModels):
     def read(self, *arguments: Any, **options: Any) -> list[list[Any]]:
         raise UnknownError("its setup reads examples, which is not possible without values")
 
-    def without_values(self, batch: PackedBatch, made: Mapping[str, str]) -> PackedBatch:
-        """Return the batch on the meta device, with the values that a rollout and a cache would
-        add; `made` says what those of the rollout are per."""
+    def on_rank_zero(self, act: Callable[[], Any], *, share: bool = True) -> Any:
+        return None
+
+    def without_values(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch on the meta device, with the values that a cache would add."""
         moved = batch.to(META)
-        sizes = {
-            PER_EXAMPLE: batch.num_examples,
-            PER_ANSWER: batch.num_answers,
-            PER_TOKEN: len(batch.tokens),
-        }
-        for name, kind in made.items():
-            moved.values[name] = torch.empty(sizes[kind], device=META)
         for name, width in self._attached.items():
             shape = (len(batch.tokens), *(() if width is None else (width,)))
             moved.values[name] = torch.empty(shape, device=META)

@@ -41,7 +41,7 @@ SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "re
 """Core's sections and the flags of `rlhf run`."""
 IN_CORE: Mapping[str, Collection[str]] = {
     "command": CORE_COMMANDS,
-    "format": ("demonstration", "preference", "unpaired"),
+    "format": ("demonstration", "preference", "prompt", "unpaired"),
 }
 """What core has itself, by kind of plugin."""
 RESERVED: Mapping[str, Collection[str]] = dict.fromkeys(WITH_SECTION, SECTIONS) | dict(IN_CORE)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 import numpy as np
@@ -47,6 +47,8 @@ from rlhf.train.checkpointing import check_frozen
 from rlhf.train.fragments import check_model
 from rlhf.train.offloading import Phases
 from rlhf.trainer import Sample
+
+T = TypeVar("T")
 
 
 @define(kw_only=True, eq=False)
@@ -232,6 +234,10 @@ class RunContext(RunModels):
             np.split(values, np.cumsum(size)[:-1])
             for values, size in zip(found, sizes, strict=True)
         ]
+
+    def on_rank_zero(self, act: Callable[[], T], *, share: bool = True) -> T:
+        """See `rlhf.trainer.Run`."""
+        return self.mesh.on_rank_zero(act, share=share)
 
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume

@@ -8,6 +8,7 @@ import attrs
 from attrs import frozen
 
 from rlhf.config.sections import Config
+from rlhf.data.example import Example, longest_path, num_tokens
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import day_of
@@ -39,12 +40,12 @@ class Dataset:
     def longest(self, config: Config) -> int:
         """Return the tokens of the longest path, also of the paths that a rollout may make."""
         rows = max(int(part.longest_path.max()) for part in self.parts.values())
-        return max(rows, self._made(config))
+        return max(rows, *(longest_path(example) for example in self._made(config)))
 
     def largest(self, config: Config) -> int:
         """Return the tokens of the largest example, also of those that a rollout may make."""
         rows = max(int(part.lengths.max()) for part in self.parts.values())
-        return max(rows, self._made(config))
+        return max(rows, *(num_tokens(example) for example in self._made(config)))
 
     def with_token_budget(self, config: Config) -> Config:
         """Return `config` with a number for `batch.tokens: auto`, which holds every example."""
@@ -69,12 +70,12 @@ class Dataset:
         warnings = (part.report.warning(which) for which, part in self.parts.items())
         return [f"warning    {warning}" for warning in warnings if warning]
 
-    def _made(self, config: Config) -> int:
-        """Return the tokens that an example of a rollout may have; 0 without one."""
+    def _made(self, config: Config) -> list[Example]:
+        """Return the largest examples that a rollout can make; without one, an empty example."""
         if not self.trainer.needs_rollout():
-            return 0
-        most, trainer = config.data.max_tokens, self.trainer
-        return max(trainer.rollout_tokens(part, most) for part in self.parts.values())
+            return [Example([], [])]
+        most = config.data.max_tokens
+        return [self.trainer.rollout_shape(part, most) for part in self.parts.values()]
 
 
 def prepare_data(request: Request, day: date | None = None) -> Dataset:

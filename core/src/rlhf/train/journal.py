@@ -53,6 +53,8 @@ class Journal:
     """The policy's."""
     speed: Speed
     derive: Derive
+    notes: Sequence[str] = ()
+    """Lines of the run; those that are added while it takes steps are printed after the step."""
     tokens_seen: int = 0
     """Tokens of all steps so far, over all ranks (`num_tokens`)."""
     skipped: int = 0
@@ -62,6 +64,8 @@ class Journal:
     _pending: tuple[StepResult, dict[str, Any]] | None = field(default=None, init=False)
     """A logged step whose sums are still being copied, and its numbers from the host."""
     _progress: Progress | None = field(default=None, init=False)
+    _noted: int = field(default=0, init=False)
+    """How many of the notes have been printed."""
     _not_finite: set[str] = field(factory=set, init=False)
     """Metrics of which a warning was printed."""
 
@@ -82,6 +86,7 @@ class Journal:
         """Start the progress bar and the clock right before the first step."""
         if self.folder is not None:
             self._progress = Progress(first_step, self.record.steps)
+        self._noted = len(self.notes)
         self.speed = self.speed.restarted()
 
     def step(self, result: StepResult) -> None:
@@ -90,6 +95,9 @@ class Journal:
         self.tokens_seen += int(result.plan.lengths.sum())
         self.skipped += any(item.skipped_by_scaler for item in result.outcomes.values())
         self.flush()
+        new, self._noted = self.notes[self._noted :], len(self.notes)
+        if new and self.folder is not None:
+            print("\n".join(new), flush=True)
         if result.report is not None:
             self._pending = (result, self._host_metrics(result))
         if self._progress is not None:

@@ -9,9 +9,10 @@ from attrs import define, field, frozen
 
 from rlhf.contract.checks import Moment, after, call_of, check_rollout, naming
 from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
+from rlhf.data.example import Example, num_tokens
 from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, StepPlan
+from rlhf.data.packing import divided
 from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
@@ -112,14 +113,18 @@ class Rollouts:
         self, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int], moment: Moment
     ) -> Sequence[Example]:
         """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
-        than the budget. Collective."""
+        than the budget and cannot be divided. Collective."""
         given = [order.examples[int(row)] for row in rows]
         with naming(call_of(self.trainer, "rollout"), moment, rows):
             examples = self.trainer.rollout(given, step, seeds)
         check_rollout(examples, self.trainer, moment, rows.tolist(), self.mesh)
+        budget = order.config.batch.budget
+        # A survey returns one value for each example.
+        whole = self.trainer.needs_survey()
         for row, example in zip(rows, examples, strict=True):
-            size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
-            if size > (budget := order.config.batch.budget):
+            parts = [example] if whole else divided(example, budget)
+            size = max(map(num_tokens, parts))
+            if size > budget:
                 raise RLHFError(
                     f"with its new answer {order.examples.name(row)} has {size} tokens but "
                     f"batch.tokens is {budget}; set batch.tokens to at least {size}, or generate "

@@ -87,6 +87,7 @@ def session_of(
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
         speed=Speed(shapes=shapes, peak=peak_of(mesh.device, mesh.world)), derive=trainer.derive,
+        notes=run.notes,
     )  # fmt: skip
     return Session(
         record=record, config=config, mesh=mesh, hooks=run.hooks, trainer=trainer, trained=trained,

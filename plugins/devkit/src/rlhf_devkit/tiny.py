@@ -28,7 +28,7 @@ from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
 from rlhf.memory.estimate import count_step
 from rlhf.memory.fit import StepFit
-from rlhf.memory.rehearsal import largest, tokens_made
+from rlhf.memory.rehearsal import largest, made_of
 from rlhf.model.packed import PackedModel, PathName
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.gateway import BackendGateway, build_gateways
@@ -218,7 +218,7 @@ def step_memory(
     estimate = step_fit.estimate
     assert estimate is not None, step_fit.rehearsed
     session.train()
-    made = tokens_made(session.trainer, session.train_order)
+    made = made_of(session.trainer, session.train_order)
     most = largest(session.train_order, session.record.steps, made=made)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step_peak)

@@ -9,6 +9,7 @@ from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.trainer import Answer, Example, Run
 from rlhf_plugin_kd.config import KDConfig
+from rlhf_rollouts import room
 
 
 def with_new_answers(
@@ -49,16 +50,7 @@ def check_room(run: Run, config: KDConfig) -> None:
             "kd: no row of data.train has a prompt, so on_policy and teacher_answers would have no "
             "effect; give rows with prompts, or remove these settings"
         )
-    for rows in run.examples:
-        longest = int(rows.prompt_lengths.argmax())
-        prompt = int(rows.prompt_lengths[longest])
-        size = min(prompt + config.max_new_tokens, run.config.data.max_tokens)
-        if size > run.config.batch.budget:
-            raise RLHFError(
-                f"{rows.name(longest)}: with a new answer the example may have {size} tokens but "
-                f"batch.tokens is {run.config.batch.budget}: set batch.tokens to at least {size}, "
-                "or lower kd.max_new_tokens"
-            )
+    room.check_room(run, config.max_new_tokens, "kd.max_new_tokens")
 
 
 def chosen(

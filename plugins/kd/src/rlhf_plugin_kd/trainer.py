@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.plugin import ModelConfig
-from rlhf.trainer import Example, Examples, Loss, PackedBatch, Run, Term, Trainer
+from rlhf.trainer import Answer, Example, Examples, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_distill import Mixture, TopTeacher, distil, divergence, load_teacher
 from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure
@@ -51,8 +51,11 @@ class KDTrainer(Trainer):
     def needs_rollout(self) -> bool:
         return self.config.writes
 
-    def rollout_tokens(self, examples: Examples, most: int) -> int:
-        return min(int(examples.prompt_lengths.max()) + self.config.max_new_tokens, most)
+    def rollout_shape(self, examples: Examples, most: int) -> Example:
+        prompt = int(examples.prompt_lengths.max())
+        written = min(prompt + self.config.max_new_tokens, most)
+        size = max(written, int(examples.lengths.max()))
+        return Example([0] * prompt, [Answer([0] * (size - prompt))])
 
     def rollout(
         self, examples: Sequence[Example], step: int, seeds: Sequence[int]

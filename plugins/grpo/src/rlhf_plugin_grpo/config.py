@@ -1,0 +1,238 @@
+"""The section `grpo`."""
+
+import re
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen, validators
+
+from rlhf.plugin import Config, RLHFError, check_reference, check_rules
+from rlhf_plugin_grpo.presets import (
+    PRESETS,
+    Advantage,
+    ClipKind,
+    Filter,
+    Method,
+    Per,
+    Place,
+    Ratio,
+    Scale,
+    Truncated,
+)
+from rlhf_rollouts.rewards.spec import RewardSpec
+
+positive: Any = validators.gt(0)
+not_negative: Any = validators.ge(0)
+optional = validators.optional
+
+
+def _is_pattern(instance: Any, attribute: Any, value: str | None) -> None:
+    try:
+        re.compile(value or "")
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+
+
+def _names_function(instance: Any, attribute: Any, value: str | None) -> None:
+    if value is not None and not all(value.partition(":")[::2]):
+        raise ValueError(f"{value!r} does not name a function; write module:function")
+
+
+@frozen(kw_only=True)
+class Clip:
+    """How far the policy may move within the updates of a rollout."""
+
+    kind: ClipKind | None = None
+    """ppo: the smaller of the ratio's and the clipped ratio's gain (arXiv 1707.06347 eq. 7). cispo:
+    the ratio, at most 1 + high, as a constant weight on the log-probability (arXiv 2506.13585), so
+    that every token keeps a gradient. none: the ratio as it is. Default: that of the preset."""
+    low: float | None = field(
+        default=None, validator=optional(validators.and_(positive, validators.lt(1)))
+    )
+    """ppo: the ratio counts as at least 1 - low."""
+    high: float | None = field(default=None, validator=optional(positive))
+    """The ratio counts as at most 1 + high."""
+    dual: float | None = field(default=None, validator=optional(validators.gt(1)))
+    """ppo: for a negative advantage the ratio counts as at most this number (arXiv 1912.09729)."""
+
+
+@frozen(kw_only=True)
+class KL:
+    """The penalty on the distance from the policy before training."""
+
+    beta: float | None = field(default=None, validator=optional(not_negative))
+    """Its coefficient; with 0 no reference is loaded. Default: that of the preset."""
+    in_: Place | None = None
+    """loss: added to the loss of each token. reward: subtracted from the reward of each answer, as
+    a sum over its tokens. Default: that of the preset."""
+    estimator: Literal["k2", "k3"] | None = None
+    """In the loss, with d the log-ratio to the reference: k3, the default, is (exp(-d) - 1 + d)
+    times the ratio to the policy that wrote the answers, and k2 is d^2 / 2 with that ratio as a
+    weight; both have the gradient of the divergence. In the reward it is d."""
+    reference: Literal["auto", "adapter", "engine"] = "auto"
+    """adapter: the policy with its adapter off. engine: a frozen second model. auto: the adapter
+    that is off, if there is one."""
+    every: int | None = field(default=None, validator=optional(positive))
+    """Steps after which the reference becomes the policy; null: it never changes."""
+
+
+@frozen(kw_only=True)
+class Correction:
+    """The weight of a token whose probability in training is not that with which it was drawn, as
+    engines of other precision write answers."""
+
+    kind: Literal["none", "truncate", "mask"] = "truncate"
+    """truncate: the ratio of both probabilities, at most high. mask: the same, 0 for tokens outside
+    low to high."""
+    high: float = field(default=2.0, validator=validators.gt(1))
+    """The largest ratio (2 at fengyao.notion.site/off-policy-rl)."""
+    low: float = field(default=0.5, validator=validators.and_(positive, validators.lt(1)))
+    """mask: the smallest ratio."""
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    """The answers to held-out prompts."""
+
+    answers: int = field(default=1, validator=positive)
+    """Answers to each prompt; eval/reward is the mean over all of them."""
+    temperature: float = field(default=0.0, validator=not_negative)
+    """Temperature at which they are sampled; 0 takes the most likely tokens."""
+
+
+@frozen(kw_only=True)
+class GRPOConfig:
+    """Group relative policy optimisation and its relatives."""
+
+    rewards: tuple[RewardSpec, ...] = ()
+    """What scores the answers: a list of functions, servers and reward models, each with its
+    weight."""
+    preset: Literal["dapo", "dr_grpo", "grpo", "rloo", "reinforce_pp", "gspo", "cispo"] = "dapo"
+    """The method whose settings are the defaults of advantage, scale, ratio, clip, per, kl,
+    truncated and filter. The run prints which of them are changed."""
+    answers: int = field(default=8, validator=positive)
+    """Answers to each prompt: its group."""
+    max_new_tokens: int = field(default=512, validator=positive)
+    """Maximum length of an answer."""
+    temperature: float = field(default=1.0, validator=validators.ge(0.01))
+    """Divides the logits when answers are drawn, and in the loss."""
+    stop: str | None = field(default=None, validator=_is_pattern)
+    """Regular expression: an answer ends with the token that completes its first match."""
+    advantage: Advantage | None = None
+    """mean: the reward minus the mean of the group (arXiv 2402.03300). leave_one_out: minus the
+    mean of the others (arXiv 2402.14740). none: the reward. Default: that of the preset."""
+    scale: Scale | None = None
+    """The standard deviation by which advantages are divided: group, that of the prompt's rewards;
+    batch, that of all rewards of the rollout (arXiv 2508.08221); none. Default: that of the
+    preset."""
+    ratio: Ratio | None = None
+    """Of the probabilities under the policy now and when the answers were written: token, that of
+    each token; sequence, their geometric mean over the answer (arXiv 2507.18071). Default: that of
+    the preset."""
+    clip: Clip = field(factory=Clip)
+    """How far the policy may move within the updates of a rollout."""
+    per: Per | None = None
+    """What the loss is averaged over. tokens: all tokens of the step. answers: the tokens of each
+    answer, then the answers. constant: answers times max_new_tokens (arXiv 2503.20783). Default:
+    that of the preset."""
+    correction: Correction = field(factory=Correction)
+    """The weight of tokens whose probability in training differs from that in sampling."""
+    kl: KL = field(factory=KL)
+    """The penalty on the distance from the policy before training."""
+    truncated: Truncated | None = None
+    """Answers that are cut at max_new_tokens. count: nothing. mask: they are not trained on. soft:
+    the last fifth of max_new_tokens costs up to 1 of reward (arXiv 2503.14476 eq. 13). Default:
+    that of the preset."""
+    filter: Filter | None = None
+    """zero_variance: groups whose rewards are all equal are not computed and do not count in the
+    averages. Default: that of the preset."""
+    batches: int = field(default=1, validator=positive)
+    """How many steps' prompts are answered at once."""
+    passes: int = field(default=1, validator=positive)
+    """How often the answers of a rollout are trained on."""
+    loss: str | None = field(default=None, validator=_names_function)
+    """`module:function` of your own in place of ratio and clip."""
+    eval: Evaluation = field(factory=Evaluation)
+    """The answers to held-out prompts."""
+    deadline: float = field(default=60.0, validator=positive)
+    """Seconds in which a reward has to return."""
+    workers: int = field(default=1, validator=positive)
+    """Processes that call reward functions."""
+
+    @property
+    def method(self) -> Method:
+        """The preset with the settings that are changed."""
+        given: dict[str, Any] = {
+            "advantage": self.advantage,
+            "scale": self.scale,
+            "ratio": self.ratio,
+            "clip_kind": self.clip.kind,
+            "clip_low": self.clip.low,
+            "clip_high": self.clip.high,
+            "per": self.per,
+            "kl_beta": self.kl.beta,
+            "kl_in": self.kl.in_,
+            "truncated": self.truncated,
+            "filter": self.filter,
+        }
+        set_here = {name: value for name, value in given.items() if value is not None}
+        return attrs.evolve(PRESETS[self.preset], **set_here)
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a rollout serves several steps, so that the policy moves within it."""
+        return self.batches * self.passes > 1
+
+    def __attrs_post_init__(self) -> None:
+        method, clip, kl = self.method, self.clip, self.kl
+        compares = (method.advantage, method.filter) != ("none", "none") or method.scale == "group"
+        check_rules(
+            (
+                "advantage leave_one_out cannot be combined with scale group: one answer that "
+                "differs from all others would get an advantage without bound; set scale to none",
+                method.advantage == "leave_one_out" and method.scale == "group",
+            ),
+            (
+                "answers 1 leaves nothing to compare; raise it, or set advantage to none, scale to "
+                "none or batch, and filter to none",
+                self.answers == 1 and compares,
+            ),
+            (
+                f"clip.low and clip.dual have no effect with clip.kind {method.clip_kind}",
+                method.clip_kind != "ppo" and (clip.low or clip.dual),
+            ),
+            (
+                "clip.high has no effect with clip.kind none",
+                method.clip_kind == "none" and clip.high,
+            ),
+            (
+                "clip and ratio have no effect with a loss of your own",
+                self.loss and (clip != Clip() or self.ratio),
+            ),
+            (
+                "kl.in, kl.estimator, kl.reference and kl.every have no effect with kl.beta 0",
+                method.kl_beta == 0 and kl != KL(beta=kl.beta),
+            ),
+            (
+                f"kl.estimator {kl.estimator} is for the loss; in the reward the penalty is the "
+                "log-ratio itself, so remove it",
+                method.kl_in == "reward" and kl.estimator,
+            ),
+            (
+                "correction.low has no effect without correction.kind mask",
+                self.correction.kind != "mask" and self.correction.low != 0.5,
+            ),
+            (
+                "correction.high has no effect with correction.kind none",
+                self.correction.kind == "none" and self.correction.high != 2.0,
+            ),
+        )
+
+
+def check(config: Config) -> None:
+    """Raise RLHFError without rewards, and for a reference that this run cannot have."""
+    section: GRPOConfig = config.own
+    if not section.rewards:
+        raise RLHFError("grpo.rewards is empty; name a rule or a function, such as exact")
+    if section.method.kl_beta:
+        check_reference(config, section.kl.reference, every=section.kl.every, live=True)

@@ -1,0 +1,104 @@
+"""The section `grpo`: presets, and combinations that are known to be wrong."""
+
+from typing import Any
+
+import pytest
+
+from rlhf.errors import RLHFError
+from rlhf.request.reader import read_config
+from rlhf_plugin_grpo.config import GRPOConfig
+from rlhf_plugin_grpo.presets import PRESETS, Method
+
+
+def section(*words: str) -> GRPOConfig:
+    flags = [f"--grpo.{word}" if place % 2 == 0 else word for place, word in enumerate(words)]
+    config: Any = read_config("grpo", overrides=flags, inputs=False).config
+    own: GRPOConfig = config.own
+    return own
+
+
+def test_a_preset_is_the_method_of_its_paper() -> None:
+    assert section().method == Method(
+        advantage="mean", scale="group", ratio="token", clip_kind="ppo", clip_low=0.2,
+        clip_high=0.28, per="tokens", kl_beta=0.0, truncated="soft", filter="zero_variance",
+    )  # fmt: skip
+    assert [section("preset", name).method for name in PRESETS] == [*PRESETS.values()]
+
+
+def test_a_setting_replaces_that_of_the_preset_and_is_named() -> None:
+    method = section("preset", "gspo", "clip.high", "0.01", "per", "tokens", "kl.in", "reward",
+                     "kl.beta", "0.1").method  # fmt: skip
+    assert method.changed(PRESETS["gspo"]) == [
+        "clip.high 0.01 instead of 0.0004",
+        "per tokens instead of answers",
+        "kl.beta 0.1 instead of 0",
+        "kl.in reward instead of loss",
+    ]
+
+
+def test_a_reward_may_be_only_a_name() -> None:
+    assert [spec.label for spec in section("rewards", "exact").rewards] == ["exact"]
+
+
+WRONG = {
+    ("advantage", "leave_one_out"): (
+        "advantage leave_one_out cannot be combined with scale group: one answer that differs from "
+        "all others would get an advantage without bound; set scale to none"
+    ),
+    ("answers", "1"): (
+        "answers 1 leaves nothing to compare; raise it, or set advantage to none, scale to none or "
+        "batch, and filter to none"
+    ),
+    ("clip.kind", "cispo", "clip.low", "0.1"): (
+        "clip.low and clip.dual have no effect with clip.kind cispo"
+    ),
+    ("clip.kind", "none", "clip.dual", "3"): (
+        "clip.low and clip.dual have no effect with clip.kind none"
+    ),
+    ("preset", "rloo", "clip.high", "0.1"): "clip.high has no effect with clip.kind none",
+    ("loss", "mine:loss", "ratio", "sequence"): (
+        "clip and ratio have no effect with a loss of your own"
+    ),
+    ("kl.estimator", "k2"): (
+        "kl.in, kl.estimator, kl.reference and kl.every have no effect with kl.beta 0"
+    ),
+    ("preset", "rloo", "kl.estimator", "k3"): (
+        "kl.estimator k3 is for the loss; in the reward the penalty is the log-ratio itself, so "
+        "remove it"
+    ),
+    ("correction.low", "0.1"): "correction.low has no effect without correction.kind mask",
+    ("correction.kind", "none", "correction.high", "3"): (
+        "correction.high has no effect with correction.kind none"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_combination_that_is_wrong_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(RLHFError) as caught:
+        section(*words)
+    assert str(caught.value) == f"grpo: {WRONG[words]}"
+
+
+VALUES = {
+    ("kl.estimator", "k1"): 'grpo.kl.estimator: expected one of k2, k3, got "k1"',
+    ("stop", "("): (
+        "grpo.stop: '(' is not a regular expression: missing ), unterminated subpattern at "
+        "position 0"
+    ),
+    ("loss", "mine"): "grpo.loss: 'mine' does not name a function; write module:function",
+}
+
+
+@pytest.mark.parametrize("words", VALUES)
+def test_a_value_that_is_wrong_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(RLHFError) as caught:
+        section(*words)
+    assert str(caught.value) == VALUES[words]
+
+
+def test_a_run_needs_a_reward() -> None:
+    words = ["--model", "demo:base", "--data", "demo:sums"]
+    with pytest.raises(RLHFError) as caught:
+        read_config("grpo", overrides=words)
+    assert str(caught.value) == ("grpo.rewards is empty; name a rule or a function, such as exact")

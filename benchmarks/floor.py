@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from model_folder import SHAPES, VOCABULARY
+from model_folder import DENSE, VOCABULARY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +36,7 @@ FREE = ("aten.empty", "aten.detach")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--shape", choices=DENSE, default="1.5b")
     parser.add_argument("--tokens", type=int, default=18_432)
     parser.add_argument("--flops", type=float, default=786e12, help="a second, measured")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second, measured")
@@ -59,7 +59,7 @@ def main() -> None:
 
 def count(shape: str, tokens: int) -> "Counted":
     """One micro-batch of the shape."""
-    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
+    hidden, intermediate, layers, heads, kv_heads, tied = DENSE[shape]
     with tempfile.TemporaryDirectory() as folder:
         Qwen2Config(
             vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=intermediate,

@@ -29,7 +29,7 @@ DENSE = {  # hidden, intermediate, layers, heads, KV heads, tied embeddings, as 
     "7b": (3584, 18944, 28, 28, 4, False),
 }
 VOCABULARY = 151_936
-HYBRID = {
+HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3.5-2b": (
         Qwen3_5TextConfig,
         {"vocab_size": 248_320, "hidden_size": 2048, "intermediate_size": 6144}

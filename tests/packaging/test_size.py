@@ -1,5 +1,5 @@
-"""The core stays small: a capability arrives as a plugin. A bound is raised only by the lines of what
-several plugins need from the core, and lowered whenever the core shrinks."""
+"""The core stays small: a capability arrives as a plugin. A bound is raised only by the lines of
+what several plugins need from the core, and lowered whenever the core shrinks."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ from rich.progress import Progress as RichProgress
 SECONDS_BETWEEN_LINES = 15.0
 PROMPT, ANSWER = 30, 50
 """Characters that are shown of the texts of a sample."""
-SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
+SHOWN = ("loss", "reward", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
 
 
 class Progress:
@@ -37,7 +37,9 @@ class Progress:
         """Show the metrics of a logged step."""
         if not self._bar.disable:
             speed = f"{_number(metrics['tokens_per_s'])} tokens/s"
-            self._bar.update(self._task, metrics=f"loss {_number(metrics['loss'])}  {speed}")
+            # The loss says little where the answers change from step to step.
+            name = "reward" if "reward" in metrics else "loss"
+            self._bar.update(self._task, metrics=f"{name} {_number(metrics[name])}  {speed}")
             return
         now = time.monotonic()
         since = SECONDS_BETWEEN_LINES if self._printed is None else now - self._printed

@@ -17,6 +17,7 @@ CUDA_ONLY = {
     f"{KERNELS}/cudnn.py": "attention by cuDNN",
     f"{KERNELS}/fp8.py": "products in FP8",
     f"{KERNELS}/fused.py": "a kernel in Triton",
+    f"{KERNELS}/scans.py": "libraries in Triton",
     f"{PLUGIN}/diagnosis.py": "the versions of NCCL and of the CUDA toolkit",
     f"{PLUGIN}/mesh.py": "the allocator's setting, before torch knows the device",
 }

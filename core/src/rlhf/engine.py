@@ -231,7 +231,10 @@ class Mesh:
                 error = problem
         shared, message = self.gather((value if share else None, error and str(error)))[0]
         if error is not None:
-            raise error
+            same = SameOnAllRanks(str(error))
+            for note in getattr(error, "__notes__", ()):
+                same.add_note(note)
+            raise same from error
         if message is not None:
             raise SameOnAllRanks(message)
         return shared if share else value

@@ -56,6 +56,11 @@ def test_prompts_are_kept_with_their_columns_and_are_never_cut(tmp_path: Path) -
     (example,) = examples
     assert (list(example.prompt), list(example.answers)) == ([2, 3], [])
     assert example.columns == {"gold": "x"}
+    # An answer has at least one token.
+    (exact,) = examples_of(path, trainer=Prompts, data={"max_tokens": 3})
+    assert list(exact.prompt) == [2, 3]
+    with pytest.raises(RLHFError, match="line 1: the row has 2 tokens and an answer, more than"):
+        examples_of(path, trainer=Prompts, data={"max_tokens": 2, "too_long": "error"})
     assert str(examples.report) == (
         "3 rows; 1 too long (dropped), 33.3 %; 1 with nothing to train on (dropped), 33.3 %; 1 "
         "example of 2 tokens"

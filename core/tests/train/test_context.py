@@ -1,14 +1,19 @@
 """What `Run` offers for other models: values on disk, their size, and a limit of the tokens."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pair_runs import make_run, packed, write_inputs
+from torch import Tensor
 
 from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Engine
+from rlhf.data.example import Answer, Example
+from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.readouts import Head, token_logprobs
 from rlhf.train.context import RunContext
@@ -94,3 +99,27 @@ def test_an_error_about_an_architecture_names_the_role(folder: Path, tmp_path: P
     assert str(error.value) == (
         f"judge: ModelConfig.path {tmp_path} is an adapter; merge it first with rlhf merge"
     )
+
+
+@pytest.mark.parametrize("per", ["prediction", "answer"])
+def test_a_tree_that_is_larger_than_the_budget_is_read_in_parts(per: str) -> None:
+    sizes: list[int] = []
+
+    def compute(batch: PackedBatch) -> Tensor:
+        sizes.append(len(batch.tokens))
+        places = batch.predict_at if per == "prediction" else range(batch.num_answers)
+        return torch.arange(len(places), dtype=torch.float32)
+
+    answers = [Answer([2, 3]), Answer([4, 5, 6]), Answer([7])]
+    found = {}
+    for budget in (64, 6):
+        run = SimpleNamespace(
+            config=SimpleNamespace(batch=SimpleNamespace(budget=budget)), roles={}, mesh=Mesh()
+        )
+        trees = [Example([1, 1], answers), Example([1], answers[:1])]
+        read: Any = RunContext.read
+        found[budget] = read(run, trees, compute, per=per)
+    shapes = [[[np.shape(value) for value in tree] for tree in each] for each in found.values()]
+    assert shapes[0] == shapes[1]
+    assert [len(tree) for tree in found[6]] == [3, 1]
+    assert max(sizes[1:]) <= 6

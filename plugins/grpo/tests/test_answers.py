@@ -59,6 +59,11 @@ def test_groups_that_teach_nothing_are_not_computed_and_still_count_in_metrics()
     assert (num_trained(plain), plain.values["advantage"].tolist()) == ([2, 4, 3], [0, 0, 0])
 
 
+def test_groups_of_equal_rewards_are_left_out_whatever_their_lengths() -> None:
+    first, second = made([[1, 1, 1], [1, 0, 0]], preset="dapo")
+    assert (num_trained(first), num_trained(second)) == ([0, 0, 0], [2, 4, 3])
+
+
 def test_cut_answers_can_be_left_out_of_loss_and_counts() -> None:
     rewards = [[1, 0, 0], [0, 3, 0]]
     first, second = made(rewards, preset="dr_grpo", truncated="mask")
@@ -92,10 +97,23 @@ def test_answers_to_held_out_prompts_are_not_computed() -> None:
 def test_the_blank_tree_has_the_values_of_a_rollout() -> None:
     for passes in (1, 2):
         config = GRPOConfig(answers=3, max_new_tokens=50, passes=passes)
-        blank = blank_tree(config, prompt=10, most=40)
-        assert [len(answer.tokens) for answer in blank.answers] == [30] * 3
-        assert {len(row) for row in blank.values["drawn"]} == {30}
+        blank = blank_tree(config, np.array([10, 5]), most=40)
+        assert [len(answer.tokens) for answer in blank.answers] == [35] * 3
+        assert {len(row) for row in blank.values["drawn"]} == {35}
         assert ("old" in blank.values) == (passes == 2)
+
+
+def test_the_blank_tree_is_as_large_and_as_long_as_any() -> None:
+    config = GRPOConfig(answers=8, max_new_tokens=512)
+    # The longest prompt leaves the least room for answers.
+    blank = blank_tree(config, np.array([2000, 1536, 10]), most=2048)
+    assert (len(blank.prompt), [len(answer.tokens) for answer in blank.answers]) == (
+        1536,
+        [512] * 8,
+    )
+    short = blank_tree(config, np.array([2000, 10]), most=2048)
+    assert len(short.prompt) == 10
+    assert [len(answer.tokens) for answer in short.answers] == [2038, *[512] * 7]
 
 
 def test_rewards_read_text_or_messages_as_the_prompt_is_given() -> None:

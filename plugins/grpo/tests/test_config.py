@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlhf.errors import RLHFError
-from rlhf.request.reader import read_config
+from rlhf_devkit import read_config
 from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_plugin_grpo.presets import PRESETS, Method
 
@@ -46,8 +46,14 @@ WRONG = {
         "all others would get an advantage without bound; set scale to none"
     ),
     ("answers", "1"): (
-        "answers 1 leaves nothing to compare; raise it, or set advantage to none, scale to none or "
-        "batch, and filter to none"
+        "answers 1 leaves nothing to compare; raise it, or set advantage, scale and filter to none"
+    ),
+    ("advantage", "none", "scale", "batch"): (
+        "advantage none cannot be combined with scale batch: rewards that are nearly equal would "
+        "get advantages without bound; set scale to none"
+    ),
+    ("eval.answers", "8"): (
+        "eval.answers 8 are the same with eval.temperature 0; set eval.temperature"
     ),
     ("clip.kind", "cispo", "clip.low", "0.1"): (
         "clip.low and clip.dual have no effect with clip.kind cispo"

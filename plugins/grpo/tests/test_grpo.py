@@ -10,7 +10,8 @@ from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import Other, TrainerConformance, tiny
 from rlhf_devkit.curves import same_curve
-from rlhf_plugin_grpo.trainer import COLLAPSED_AFTER
+from rlhf_plugin_grpo import trainer
+from rlhf_plugin_grpo.trainer import LEAST_GROUPS, PATIENCE
 
 REWARDS = Path(__file__).with_name("grpo_rewards.py")
 KL = {"beta": 0.1}
@@ -109,15 +110,24 @@ def test_a_rollout_of_cut_answers_ends_a_run_that_leaves_them_out(
     )
 
 
-def test_a_collapsed_policy_ends_the_run(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_collapsed_policy_ends_the_run(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "LEAST_GROUPS", 4)
     more = ("--train.steps", "20", "--grpo.truncated", "count")
     with pytest.raises(RLHFError) as caught:
         plain(inputs, tmp_path / "run", "until_step_2", *more)
     assert str(caught.value) == (
-        f"step {COLLAPSED_AFTER + 2}: in {COLLAPSED_AFTER} rollouts all answers to each prompt had "
-        "the same reward, now 0 on average and 1 at the start: the policy has collapsed; lower "
-        "optim.lr, or set grpo.kl.beta"
+        f"step {PATIENCE + 2}: the answers to each of the last {4 * PATIENCE} prompts had the same "
+        "reward, now 0 on average and 1 at the start: the policy has collapsed; lower optim.lr, or "
+        "set grpo.kl.beta"
     )
+
+
+def test_a_few_groups_that_are_alike_are_no_collapse(inputs: Inputs, tmp_path: Path) -> None:
+    assert LEAST_GROUPS > 4
+    more = ("--train.steps", "13", "--grpo.truncated", "count")
+    plain(inputs, tmp_path / "run", "until_step_2", *more)
 
 
 def test_the_first_rollout_says_if_most_groups_teach_nothing(

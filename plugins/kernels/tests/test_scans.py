@@ -186,6 +186,21 @@ def test_the_convolution_of_the_library_has_tokens_first(monkeypatch: pytest.Mon
     torch.testing.assert_close(found, states * weight[:, -1:] + bias[:, None])
 
 
+def test_a_library_is_compared_outside_of_a_recomputation(use: Any) -> None:
+    module = module_of("Qwen3.5")
+    use(not_there)
+    with pytest.warns(UserWarning, match=SAID):
+        ours = values(module)
+    module.causal.gradient_checkpointing_enable({"use_reentrant": False})
+    sizes: list[int] = []
+    use(lambda function: ragged(own_of(module, function), sizes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        theirs = values(module)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)
+    assert sum(sizes[-2:]) == len(tree_batch().tokens)
+
+
 def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:
     use(not_there)
     with pytest.warns(UserWarning, match=SAID) as caught:

@@ -93,6 +93,12 @@ def test_functions_of_trl_score_unchanged(closing: list[Rewards]) -> None:
     )
 
 
+def test_a_reward_without_weight_scores_no_answer(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([RewardSpec(function="number"), spec("few", weight=0.0)]))
+    result = scored(rewards, ["5", "5"], columns={"answer": ["5", None]})
+    np.testing.assert_array_equal(result.total, [1, math.nan])
+
+
 def test_an_answer_that_no_reward_scores_has_no_total(closing: list[Rewards]) -> None:
     closing.append(rewards := Rewards([RewardSpec(function="number")]))
     result = scored(rewards, ["5", "5"], columns={"answer": ["5", None]})

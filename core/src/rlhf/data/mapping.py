@@ -79,11 +79,13 @@ class RowsToTrees:
         """Return the status that an example has by its length. Raises RLHFError if it is too long
         and `data.too_long` is `error`."""
         path = longest_path(example)
-        if path <= self.data.max_tokens:
+        # An answer to a prompt has at least one token.
+        if path + (not example.answers) <= self.data.max_tokens:
             return trees.KEPT
         if self.data.too_long == "error":
+            with_answer = "" if example.answers else " and an answer"
             raise RLHFError(
-                f"the row has {path} tokens, more than data.max_tokens "
+                f"the row has {path} tokens{with_answer}, more than data.max_tokens "
                 f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
             )
         # The end of a prompt says what is asked, so a prompt without answers is not cut.

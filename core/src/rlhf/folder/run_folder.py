@@ -64,7 +64,8 @@ FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, S
 
 RECORDED = (
     "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "torch", "transformers", "deepspeed", "peft",
-    "datasets", "torchdata", "pluggy", "numpy", "triton", "liger-kernel",
+    "datasets", "torchdata", "pluggy", "numpy", "triton", "liger-kernel", "flash-linear-attention",
+    "mamba-ssm",
 )  # fmt: skip
 
 

@@ -167,9 +167,10 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
 
 def largest_made(order: RunOrder, made: Example) -> Largest:
     """Return as many examples like `made` as a rank has in a step, or as fill the budget."""
-    own = -(-order.config.batch.size // order.ranks)
     budget = order.config.batch.budget
-    made = divided(made, budget)[0]
+    parts = divided(made, budget)
+    own = -(-order.config.batch.size * len(parts) // order.ranks)
+    made = max(parts, key=num_tokens)
     fitting = max(1, min(own, budget // num_tokens(made)))
     examples = [made] * fitting
     if fitting < own:

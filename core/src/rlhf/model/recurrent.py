@@ -138,9 +138,9 @@ class Segments:
         return self._groups[0]
 
     def _tensor(self, values: Any) -> Tensor:
-        if self.device.type == "cuda":
-            return on_device(values, self.device)
-        return torch.tensor(values, device=self.device)
+        if self.device.type == "meta":
+            return torch.tensor(values, device=self.device)
+        return on_device(values, self.device)
 
 
 def segments_of(tree: Tree) -> Iterator[Segment]:

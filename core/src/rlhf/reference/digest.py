@@ -19,8 +19,8 @@ from rlhf.launch.caches import cache_root
 from rlhf.model.architecture import resolved
 from rlhf.model.stored import ADAPTER, tensor_bytes, weight_files
 
-FORMAT = 1
-"""Changes with the format of what is stored."""
+FORMAT = 2
+"""Changes with the format of what is stored, and with the dtypes of loaded weights."""
 WEIGHTS = ("*.safetensors", "*.bin")
 WEIGHT_FILES = ("config.json", "adapter_config.json", *WEIGHTS, "*.py")
 BLOCK = 4096

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
+from rlhf.data.packing import divided
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.clock import Clock
@@ -133,7 +134,8 @@ class RunContext(RunModels):
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(DTYPES[spec.config.model.dtype])
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(DTYPES[spec.config.model.dtype])
         return self._add(spec, module, lambda *, plan: module)
 
     def _add(self, spec: ModelSpec, empty: nn.Module, read: Callable[..., nn.Module]) -> Engine:
@@ -219,21 +221,22 @@ class RunContext(RunModels):
         per: Literal["prediction", "answer"] = "prediction",
     ) -> list[list[Any]]:
         """See `rlhf.trainer.Run`."""
-        sizes = [[len(answer.tokens) for answer in example.answers] for example in examples]
-        lengths = [len(e.prompt) + sum(size) for e, size in zip(examples, sizes, strict=True)]
+        divisions = [divided(example, self.config.batch.budget) for example in examples]
+        parts = [part for division in divisions for part in division]
+        sizes = [[len(answer.tokens) for answer in part.answers] for part in parts]
+        lengths = [len(part.prompt) + sum(size) for part, size in zip(parts, sizes, strict=True)]
         with ExitStack() as stack:
             for role in self.roles.values():
                 stack.enter_context(evaluating(role.engine))
             found = read_examples(
-                examples, range(len(examples)), np.array(lengths), compute, mesh=self.mesh,
+                parts, range(len(parts)), np.array(lengths), compute, mesh=self.mesh,
                 tokens=self.config.batch.budget, per=per,
             )  # fmt: skip
-        if per == "answer":
-            return [values.tolist() for values in found]
-        return [
-            np.split(values, np.cumsum(size)[:-1])
+        of_parts = iter(
+            values.tolist() if per == "answer" else np.split(values, np.cumsum(size)[:-1])
             for values, size in zip(found, sizes, strict=True)
-        ]
+        )
+        return [[value for _ in division for value in next(of_parts)] for division in divisions]
 
     def on_rank_zero(self, act: Callable[[], T], *, share: bool = True) -> T:
         """See `rlhf.trainer.Run`."""

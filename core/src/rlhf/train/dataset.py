@@ -9,6 +9,7 @@ from attrs import frozen
 
 from rlhf.config.sections import Config
 from rlhf.data.example import Example, longest_path, num_tokens
+from rlhf.data.packing import divided
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import day_of
@@ -43,9 +44,13 @@ class Dataset:
         return max(rows, *(longest_path(example) for example in self._made(config)))
 
     def largest(self, config: Config) -> int:
-        """Return the tokens of the largest example, also of those that a rollout may make."""
+        """Return the tokens of the largest example, also of those that a rollout may make, as far
+        as they cannot be divided."""
         rows = max(int(part.lengths.max()) for part in self.parts.values())
-        return max(rows, *(num_tokens(example) for example in self._made(config)))
+        made = self._made(config)
+        if not self.trainer.needs_survey():
+            made = [part for example in made for part in divided(example, 0)]
+        return max(rows, *map(num_tokens, made))
 
     def with_token_budget(self, config: Config) -> Config:
         """Return `config` with a number for `batch.tokens: auto`, which holds every example."""

@@ -52,6 +52,11 @@ def prepare_training(
         # Gradients that are reduced together need one dtype, which the buffer gives them.
         settings["zero_optimization"]["contiguous_gradients"] = True
     files = state_files(plan)
+    buffers = [
+        (part, name, value)
+        for part in model.modules()
+        for name, value in part.named_buffers(recurse=False)
+    ]
     with files, rate_zero(optimizer), reduced_by_parameter(layers), by_dtype(plan):
         runner, *_ = deepspeed.initialize(
             model=model,
@@ -59,6 +64,8 @@ def prepare_training(
             config=settings,
             mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
+    for part, name, value in buffers:  # DeepSpeed before 0.19.3 casts them too.
+        part._buffers[name] = value.to(mesh.device)
     # Its hooks would keep the weights and the process groups in memory after the run.
     run_scope.callback(runner.destroy)
     if plan.stage == 3 and "offload_optimizer" in plan.settings["zero_optimization"]:
@@ -125,6 +132,7 @@ def _uncast(fp32: list[nn.Parameter], optimizer: Optimizer) -> Callable[[Any], O
     def built(_: Any) -> Optimizer:
         for item, value in zip(fp32, values, strict=True):
             item.data = value.to(item.device)
+        values.clear()  # DeepSpeed keeps this function.
         return optimizer
 
     return built

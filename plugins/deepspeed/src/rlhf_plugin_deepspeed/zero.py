@@ -52,8 +52,8 @@ def check_fp32(config: Config, resolved: Resolved, shape: ModelShape) -> None:
         if name in settings:
             raise RLHFError(
                 f"{name} cannot be combined with trained weights that transformers keeps in fp32, "
-                f"which model.path {config.model.path} has; remove it, or train an adapter with "
-                "lora"
+                f"which model.path {config.model.path} has; remove it, or a preset that sets it, "
+                "or train an adapter with lora"
             )
 
 

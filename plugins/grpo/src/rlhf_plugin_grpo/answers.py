@@ -77,7 +77,8 @@ class Judged:
         if config.method.truncated == "mask":
             kept &= self.finished
         if config.method.filter == "zero_variance":
-            kept &= ~alike(shaped)[:, None]
+            # Penalties differ with the lengths of answers that are equally right.
+            kept &= ~alike(self.total)[:, None]
         return kept
 
     def values(self) -> list[dict[str, Any]]:
@@ -148,16 +149,20 @@ def trees(
     return made
 
 
-def blank_tree(config: GRPOConfig, *, prompt: int, most: int) -> Example:
-    """Return a tree like the largest of a rollout, for prompts of up to `prompt` tokens and paths
-    of up to `most`."""
-    count, size = config.answers, max(1, min(config.max_new_tokens, most - prompt))
-    samples = [Sample([0] * size, [0.0] * size)] * count
+def blank_tree(config: GRPOConfig, prompts: NDArray[np.int64], *, most: int) -> Example:
+    """Return a tree as large as any of a rollout, and with a path as long as any, for prompts of
+    these lengths and paths of up to `most` tokens."""
+    count = config.answers
+    room = np.clip(most - prompts, 1, config.max_new_tokens)
+    largest = int((prompts + count * room).argmax())
+    prompt, size = int(prompts[largest]), int(room[largest])
+    sizes = [int((prompts + room).max()) - prompt, *[size] * (count - 1)]
     zeros = np.zeros((1, count))
-    by_name = {spec.label: zeros for spec in config.rewards}
     judged = Judged(
-        groups=[samples], by_name=by_name, total=np.arange(count, dtype=np.float64)[None]
+        groups=[[Sample([0] * each, [0.0] * each) for each in sizes]],
+        by_name={spec.label: zeros for spec in config.rewards},
+        total=np.arange(count, dtype=np.float64)[None],
     )
-    old = [[[0.0] * size] * count] if config.off_policy else None
+    old = [[[0.0] * each for each in sizes]] if config.off_policy else None
     (made,) = trees([Example([0] * prompt, [])], judged, config, old=old)
-    return attrs.evolve(made, prompt=[0] * prompt, answers=[Answer([0] * size)] * count)
+    return attrs.evolve(made, prompt=[0] * prompt, answers=[Answer([0] * each) for each in sizes])

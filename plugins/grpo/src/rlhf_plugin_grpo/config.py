@@ -185,7 +185,7 @@ class GRPOConfig:
 
     def __attrs_post_init__(self) -> None:
         method, clip, kl = self.method, self.clip, self.kl
-        compares = (method.advantage, method.filter) != ("none", "none") or method.scale == "group"
+        compares = (method.advantage, method.filter, method.scale) != ("none", "none", "none")
         check_rules(
             (
                 "advantage leave_one_out cannot be combined with scale group: one answer that "
@@ -193,9 +193,19 @@ class GRPOConfig:
                 method.advantage == "leave_one_out" and method.scale == "group",
             ),
             (
-                "answers 1 leaves nothing to compare; raise it, or set advantage to none, scale to "
-                "none or batch, and filter to none",
+                "answers 1 leaves nothing to compare; raise it, or set advantage, scale and filter "
+                "to none",
                 self.answers == 1 and compares,
+            ),
+            (
+                f"advantage none cannot be combined with scale {method.scale}: rewards that are "
+                "nearly equal would get advantages without bound; set scale to none",
+                method.advantage == "none" and method.scale != "none" and self.answers > 1,
+            ),
+            (
+                f"eval.answers {self.eval.answers} are the same with eval.temperature 0; set "
+                "eval.temperature",
+                self.eval.answers > 1 and self.eval.temperature == 0,
             ),
             (
                 f"clip.low and clip.dual have no effect with clip.kind {method.clip_kind}",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlhf.errors import RLHFError
+from rlhf.errors import SameOnAllRanks
 from rlhf.readouts import token_logprobs
 from rlhf.trainer import (
     Example,
@@ -37,9 +37,10 @@ from rlhf_plugin_grpo.presets import PRESETS
 from rlhf_rollouts.judges import Judges, kept_columns, started
 from rlhf_rollouts.room import check_room
 
-COLLAPSED_AFTER = 10
-"""Rollouts in a row in which nothing differs, and the reward is below that of the first, after
-which the run ends."""
+PATIENCE = 10
+"""Rollouts in a row from which nothing can be learned, after which the run ends."""
+LEAST_GROUPS = 32
+"""Groups that count as a rollout where a collapse is looked for: a few that are alike show none."""
 
 
 class GRPOTrainer(Trainer):
@@ -55,7 +56,9 @@ class GRPOTrainer(Trainer):
         self.first_reward: float | None = None
         """The mean reward of the first rollout."""
         self.flat = 0
-        """How many rollouts in a row have had nothing that differs."""
+        """How many groups in a row have had equal rewards, lower than the first."""
+        self.useless = 0
+        """How many rollouts in a row had no answer to train on."""
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers, columns=kept_columns(row.columns))
@@ -69,13 +72,28 @@ class GRPOTrainer(Trainer):
         options = {"deadline": config.deadline, "workers": config.workers}
         rewards = run.on_rank_zero(lambda: started(run, config.rewards, **options), share=False)
         self.policy = run.load("policy", dropout=False)
+        if getattr(self.policy.module, "router_loss", 0.0):
+            self.check_whole(run)
         self.judges = Judges(run, config.rewards, rewards)
         self.reference = None
         if self.method.kl_beta:
             self.reference = run.reference(config.kl.reference, every=config.kl.every, live=True)
 
+    def check_whole(self, run: Run) -> None:
+        """Raise RLHFError if a group could be divided, of which each part would have the router
+        loss of a whole one."""
+        budget, most = run.config.batch.budget, run.config.data.max_tokens
+        trees = (self.rollout_shape(part, most) for part in run.examples)
+        size = max(len(it.prompt) + sum(len(each.tokens) for each in it.answers) for it in trees)
+        if size > budget:
+            raise SameOnAllRanks(
+                f"a group may have {size} tokens but batch.tokens is {budget}, and the router loss "
+                f"of a mixture needs whole groups; set batch.tokens to at least {size}, or "
+                "model.router_loss to 0"
+            )
+
     def rollout_shape(self, examples: Examples, most: int) -> Example:
-        return blank_tree(self.config, prompt=int(examples.prompt_lengths.max()), most=most)
+        return blank_tree(self.config, examples.prompt_lengths, most=most)
 
     def rollout(
         self, examples: Sequence[Example], step: int, seeds: Sequence[int]
@@ -90,7 +108,7 @@ class GRPOTrainer(Trainer):
         log_ratios = None
         if self.reference is not None and self.method.kl_in == "reward":
             log_ratios = summed(self.run.read(plain, self.log_ratios))
-        self.check(judged, judged.shaped(self.config, log_ratios), step)
+        self.check(judged, step)
         return trees(examples, judged, self.config, old=old, log_ratios=log_ratios)
 
     def write(
@@ -120,29 +138,32 @@ class GRPOTrainer(Trainer):
         assert self.reference is not None
         return self.logprobs(batch) - self.reference(batch, self.readout)["logprobs"]
 
-    def check(self, judged: Judged, shaped: Rewards, step: int) -> None:
-        """Note what the first rollout shows. Raises RLHFError if nothing can be learned, or the
-        policy has collapsed."""
+    def check(self, judged: Judged, step: int) -> None:
+        """Note what the first rollout shows. Raises RLHFError if nothing can be learned from it or
+        from many in a row, or if the policy has collapsed."""
         config, scored = self.config, ~np.isnan(judged.total)
+        problem = ""
         if not scored.any():
-            raise RLHFError(
-                f"step {step + 1}: no reward has scored any of the {scored.size} answers; check "
-                "grpo.rewards"
-            )
-        if self.method.truncated == "mask" and not judged.finished.any():
-            raise RLHFError(
-                f"step {step + 1}: all {scored.size} answers were cut at grpo.max_new_tokens "
+            problem = f"no reward has scored any of the {scored.size} answers; check grpo.rewards"
+        elif self.method.truncated == "mask" and not judged.finished.any():
+            problem = (
+                f"all {scored.size} answers were cut at grpo.max_new_tokens "
                 f"{config.max_new_tokens}, and none is trained on; raise it"
             )
-        same, mean = alike(shaped), float(np.nanmean(judged.total))
+        self.useless = self.useless + 1 if problem else 0
+        if problem:
+            if self.first_reward is None or self.useless == PATIENCE:
+                raise SameOnAllRanks(f"step {step + 1}: {problem}")
+            return
+        same, mean = alike(judged.total), float(np.nanmean(judged.total))
         if self.first_reward is None:
             self.first_reward = mean
             self.run.notes.append(groups_line(same, mean))
-        self.flat = self.flat + 1 if same.all() and mean < self.first_reward else 0
-        if self.flat == COLLAPSED_AFTER:
-            raise RLHFError(
-                f"step {step + 1}: in {COLLAPSED_AFTER} rollouts all answers to each prompt had "
-                f"the same reward, now {mean:.3g} on average and {self.first_reward:.3g} at the "
+        self.flat = self.flat + len(same) if same.all() and mean < self.first_reward else 0
+        if self.flat >= PATIENCE * max(len(same), LEAST_GROUPS):
+            raise SameOnAllRanks(
+                f"step {step + 1}: the answers to each of the last {self.flat} prompts had the "
+                f"same reward, now {mean:.3g} on average and {self.first_reward:.3g} at the "
                 "start: the policy has collapsed; lower optim.lr, or set grpo.kl.beta"
             )
 
@@ -188,10 +209,13 @@ class GRPOTrainer(Trainer):
         return metrics.deviations_of(sums, self.names)
 
     def state(self) -> dict[str, Any]:
-        return {"first_reward": self.first_reward, "flat": self.flat}
+        return {
+            "first_reward": self.first_reward, "flat": self.flat, "useless": self.useless
+        }  # fmt: skip
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.first_reward, self.flat = state["first_reward"], state["flat"]
+        self.useless = state["useless"]
 
 
 def groups_line(same: Any, mean: float) -> str:

@@ -34,6 +34,8 @@ class Judges:
             run.notes.append(self._rewards.note)
             weakref.finalize(self, self._rewards.close)
         self._models = RewardModels(run, specs)
+        first = (file[0].columns for part in run.examples for file in part.files)
+        self._columns = [*dict.fromkeys(name for columns in first for name in columns)]
 
     def __call__(
         self, examples: Sequence[Example], groups: Sequence[Sequence[Sample]], step: int
@@ -45,10 +47,10 @@ class Judges:
         repeated_prompts = repeated(prompts, counts)
         answers = [text for group in completions for text in group]
         scored = self._models(repeated_prompts, answers)
-        names = dict.fromkeys(name for example in examples for name in example.columns)
+        # The same columns in each call, whichever rows it has.
         columns = {
             name: repeated([example.columns.get(name) for example in examples], counts)
-            for name in names
+            for name in self._columns
         }
 
         def judged() -> Scores:
@@ -71,8 +73,9 @@ def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:
     loaded, a server that does not answer, or rows without a column that is needed. `options` are
     those of `Rewards`."""
     rewards = Rewards(specs, **options)
-    columns = {name for part in run.examples for name in part[0].columns} - {PROMPT}
-    rewards.check_columns(columns)
+    for part in run.examples:
+        for file in part.files:
+            rewards.check_columns(set(file[0].columns) - {PROMPT})
     rewards.check()
     return rewards
 

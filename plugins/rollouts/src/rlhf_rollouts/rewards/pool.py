@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
@@ -78,6 +79,7 @@ class Worker:
     def how_ended(self) -> str:
         """Return in words how the process has ended."""
         code = self.process.wait()
+        self.kill_group()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         full = ", perhaps because the memory of the host is full," if how == "SIGKILL" else ""
         return f"its process ended with {how}{full}"
@@ -85,9 +87,13 @@ class Worker:
     def kill(self) -> None:
         """End the process, and those that its functions have started."""
         self.connection.close()
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.kill_group()
         self.process.wait()
+
+    def kill_group(self) -> None:
+        """End what is left of the process and of those that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Pool:

@@ -247,7 +247,8 @@ class Rewards:
         for spec in self.specs:
             known = ~np.isnan(by_name[spec.label])
             total[known] += spec.weight * by_name[spec.label][known]
-            unscored &= ~known
+            if spec.weight:  # Without a weight it is only a metric.
+                unscored &= ~known
         total[unscored] = np.nan
         return Scores(by_name, total, columns, {name: sums[name] / sizes[name] for name in sums})
 

@@ -64,8 +64,9 @@ def prepare_training(
             config=settings,
             mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
-    for part, name, value in buffers:  # DeepSpeed before 0.19.3 casts them too.
-        part._buffers[name] = value.to(mesh.device)
+    for part, name, value in buffers:
+        if getattr(part, name).dtype != value.dtype:  # DeepSpeed before 0.19.3 casts them too.
+            setattr(part, name, value.to(mesh.device))
     # Its hooks would keep the weights and the process groups in memory after the run.
     run_scope.callback(runner.destroy)
     if plan.stage == 3 and "offload_optimizer" in plan.settings["zero_optimization"]:

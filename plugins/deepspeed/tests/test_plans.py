@@ -245,7 +245,8 @@ def test_what_would_train_weights_in_fp32_in_one_dtype_with_others_is_refused(
         zero.plan(run, Mesh(), ROUTERS)
     assert str(error.value) == (
         f"{name} cannot be combined with trained weights that transformers keeps in fp32, which "
-        f"model.path {run.model.path} has; remove it, or train an adapter with lora"
+        f"model.path {run.model.path} has; remove it, or a preset that sets it, or train an "
+        "adapter with lora"
     )
     frozen = evolve(ROUTERS, fp32_trainable=0)
     assert zero.plan(run, Mesh(), frozen).stage == zero.plan(run, Mesh(), SHAPE).stage

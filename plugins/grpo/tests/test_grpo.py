@@ -32,7 +32,7 @@ class TestGRPO(TrainerConformance):
         "max_new_tokens": 4,
         "temperature": 0.7,
         "stop": "[aeiou]",
-        "advantage": "none",
+        "advantage": Other(value="none", under={"scale": "none"}),
         "scale": "batch",
         "ratio": Other(value="sequence", under={"passes": 2}),
         "clip": Other(value={"low": 0.01, "high": 0.01}, under={"passes": 2}),

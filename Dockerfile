@@ -24,6 +24,7 @@ RUN pip install --no-cache-dir \
     /src/plugins/kto \
     /src/plugins/prm \
     /src/plugins/grpo \
+    /src/plugins/ppo \
     /src/plugins/migrate \
     /src/plugins/tools \
     /src/plugins/serve \

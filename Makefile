@@ -15,7 +15,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint docs dist venv base clean
+.PHONY: demo test test-rest test-all lint docs dist venv base shapes clean
 
 demo: venv
 	$(BIN)/rlhf run dpo
@@ -70,6 +70,10 @@ base: venv
 	$(BIN)/rlhf run sft core/src/rlhf/demo/base.yaml --overwrite
 	rm build/base/model/README.md
 	cp build/base/model/* core/src/rlhf/demo/base/
+
+# The base model of `demo:shapes`, made again from random weights.
+shapes: venv
+	$(BIN)/python -m rlhf_vision.demo.recipe plugins/vision/src/rlhf_vision/demo/base
 
 clean:
 	rm -rf $(VENV) build dist runs site

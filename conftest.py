@@ -1,15 +1,19 @@
 """What holds for every test of the workspace."""
 
+import atexit
+import gc
 import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf.launch.garbage import without_collections
 from rlhf_devkit.ranks import close_shared, port_fixture
 
 if not torch.cuda.is_available():
@@ -50,6 +54,37 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[TEMPORARY])
 
 
+WHOLE_KITS = {"TestDPO", "TestGRPO"}
+"""The trainers, one of them with a rollout, whose kit `make test` runs whole."""
+OF_WHOLE_KITS = {
+    "test_the_curve_on_one_rank_is_that_of_plain_torch",
+    "test_a_run_in_another_precision_begins_like_that_in_fp32",
+    "test_ranks_sample_together_though_answers_end_at_different_lengths",
+}
+"""Tests of the kit that prove less of a trainer than of what runs it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark these tests as `matrix` in the kits of the other trainers."""
+    for item in items:
+        kit = getattr(item, "cls", None)
+        name = getattr(item, "originalname", "")
+        if kit and kit.__name__ not in WHOLE_KITS and name in OF_WHOLE_KITS:
+            item.add_marker(pytest.mark.matrix)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Import the tests without collecting garbage, which takes a quarter of the time, and exclude
+    what exists then from later collections."""
+    with without_collections():
+        result = yield
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # Some bindings report what is not collected as leaks.
+    return result
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """With `--durations`, print the seconds that each file took."""
     if terminalreporter.config.option.durations is None:
@@ -69,6 +104,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     """Fail the session if a test left a temporary file behind."""
     close_shared()
+    util._run_finalizers()  # Of multiprocessing, whose folder is in the session's.
     yield
     folder = session.config.stash.get(TEMPORARY, None)
     if folder is None:

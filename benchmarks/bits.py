@@ -41,11 +41,19 @@ checkpoint: {{every: null}}
 """
 """22 rows in steps of 4: seven steps reach into a second epoch, and clipping acts."""
 
-TRAINERS = ("sft", "dpo", "rm", "kd", "kto", "prm")
+REWARDS = """
+def distinct(completion_ids, **columns):
+    return [float(len(set(ids))) for ids in completion_ids]
+"""
+TRAINERS = ("sft", "dpo", "rm", "kd", "kto", "prm", "grpo")
 STAGE_3 = "--deepspeed.stage 3 --deepspeed.persistence_threshold 0"
 OFFLOAD = "--deepspeed.offload_optimizer true"
 BF16 = "--model.dtype bf16 --optim.states bf16 --optim.lr 1e-3"
 KD = "--kd.teacher demo:base --model.init random"
+GRPO = (
+    "--grpo.rewards rewards.py:distinct --grpo.answers 3 --grpo.max_new_tokens 8 "
+    "--grpo.batches 2 --grpo.passes 2"
+)
 SETTINGS = {
     "one rank": "sft --deepspeed.stage 0",
     "one rank, small micro-batches": "sft --deepspeed.stage 0 --batch.tokens 128",
@@ -55,6 +63,7 @@ SETTINGS = {
     "one rank, LoRA with dropout": "sft --deepspeed.stage 0 --lora.rank 4 --lora.dropout 0.3",
     "one rank, dpo, LoRA": "dpo --deepspeed.stage 0 --lora.rank 4",
     "one rank, on-policy": f"kd --deepspeed.stage 0 {KD} --kd.on_policy 1 --kd.max_new_tokens 16",
+    "one rank, grpo": f"grpo --deepspeed.stage 0 {GRPO}",
     "stage 0": "sft --nproc 2 --deepspeed.stage 0",
     "stage 1": "sft --nproc 2 --deepspeed.stage 1",
     "stage 2": "sft --nproc 2 --deepspeed.stage 2 --batch.tokens 128",
@@ -73,6 +82,7 @@ SETTINGS = {
     "stage 3, kd": f"kd --nproc 2 {STAGE_3} {KD}",
     "stage 3, kto": f"kto --nproc 2 {STAGE_3}",
     "stage 3, prm": f"prm --nproc 2 {STAGE_3}",
+    "stage 3, grpo": f"grpo --nproc 2 {STAGE_3} {GRPO}",
 }
 RESUMED = {"stage 2, resumed": "stage 2", "stage 3, resumed": "stage 3"}
 """Runs that stop after three steps and resume."""
@@ -110,7 +120,7 @@ def record(program: list[str], case: str, steps: int) -> Record:
     """Run a case in a folder and with a cache of its own; return its metrics and weights."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "short.yaml").write_text(SHORT)
+        write_inputs(folder)
         environment = os.environ | {"RLHF_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
         for words in commands_of(case, steps):
             command = [*program, "run", *words, "--output", "run"]
@@ -120,6 +130,12 @@ def record(program: list[str], case: str, steps: int) -> Record:
             if done.returncode:
                 raise SystemExit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
         return {"metrics": metrics(folder / "run"), "weights": weights(folder / "run" / "model")}
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the configuration of the short runs, and the reward of those that need one."""
+    (folder / "short.yaml").write_text(SHORT)
+    (folder / "rewards.py").write_text(REWARDS)
 
 
 def commands_of(case: str, steps: int) -> list[list[str]]:

@@ -3,7 +3,7 @@ killed.
 
     python benchmarks/kills.py --kills 200 --jobs 2
 
-Six workflows, four ZeRO stages, one or two ranks, a checkpoint every second step, an evaluation
+Seven workflows, four ZeRO stages, one or two ranks, a checkpoint every second step, an evaluation
 every third. A kill hits all processes of a run or one of its ranks, at a moment that `--seed`
 draws: while it starts, in a step, in a save, at the end. Every run is killed once or twice and then
 resumed to its end. It fails if a resume ends with an error, starts before the last checkpoint, says
@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attrs import frozen
-from bits import KD, SHORT, TRAINERS, Record, first_difference, metrics, weights
+from bits import GRPO, KD, TRAINERS, Record, first_difference, metrics, weights, write_inputs
 
 STAGES = {
     "stage 0": "--deepspeed.stage 0",
@@ -35,6 +35,8 @@ STAGES = {
     "stage 3": "--nproc 2 --deepspeed.stage 3 --deepspeed.persistence_threshold 0",
 }
 STEPS = 7
+MORE = {"kd": KD, "grpo": GRPO}
+"""Words that a workflow needs."""
 CADENCE = ["--checkpoint.every", "2", "--train.eval_every", "3"]
 
 
@@ -47,7 +49,7 @@ class Case:
 
     def words(self, folder: Path) -> list[str]:
         """The words after `rlhf run`."""
-        more = shlex.split(f"{STAGES[self.stage]} {KD if self.trainer == 'kd' else ''}")
+        more = shlex.split(f"{STAGES[self.stage]} {MORE.get(self.trainer, '')}")
         return [self.trainer, "short.yaml", *more, *CADENCE, "--output", str(folder)]
 
 
@@ -67,13 +69,15 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--only", choices=TRAINERS, help="one workflow")
     options = parser.parse_args()
-    cases = [Case(trainer, stage) for stage in STAGES for trainer in TRAINERS]
+    trainers = [options.only] if options.only else TRAINERS
+    cases = [Case(trainer, stage) for stage in STAGES for trainer in trainers]
     numbers = range(options.first, options.first + options.kills)
     failed = 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         place = Path(name)
-        (place / "short.yaml").write_text(SHORT)
+        write_inputs(place)
         needed = {cases[number % len(cases)] for number in numbers}
         expected = {case: pool.submit(whole, place, case) for case in cases if case in needed}
 

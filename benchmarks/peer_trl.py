@@ -1,11 +1,14 @@
 """One of TRL's trainers on the rows and the shape that `workflows.py` has made: one JSON line.
 
 It needs TRL, and nothing of this project, in the Python that runs it: TRL 1.16 for all workflows
-but prm, which is in TRL up to 1.10. Reference and teacher run in the step.
+but prm, which is in TRL up to 1.10. Reference and teacher run in the step. With `--zero STAGE`, on
+each of the ranks that torchrun has started, transformers' integration of DeepSpeed divides the
+models; at stage 3 they are divided as they are read.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -18,6 +21,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 WARM_UP = 4
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,6 +62,11 @@ class Collated:
 
 def main() -> None:
     options = parse()
+    if options.zero is not None:
+        import deepspeed
+
+        # On the CPU transformers would leave it to the first engine, after the models are read.
+        deepspeed.init_distributed()
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     repeats = -(-options.size * options.steps // len(rows))
@@ -80,8 +89,7 @@ def main() -> None:
     seconds = statistics.median(after - before for before, after in pairs)
     if options.packed and options.workflow == "sft":
         # A packed row is not full where the next conversation would not have fitted.
-        size = collated.real / collated.batches * options.accumulate / tokens
-    on_gpu = torch.cuda.is_available()
+        size = collated.real / collated.batches * options.accumulate * RANKS / tokens
     found = {
         "step_ms": 1e3 * seconds,
         "rows_a_step": round(size),
@@ -90,10 +98,21 @@ def main() -> None:
         "first_step_s": first_step,
         "losses": clock.losses,
         "padding": 1 - collated.real / collated.tokens,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "peak_memory_gib": peak(),
         "transformers": transformers.__version__,
     }
-    print(json.dumps(found), flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found), flush=True)
+
+
+def peak() -> float | None:
+    """Return the most memory, in GiB, that tensors took on a rank, None on the CPU."""
+    if not torch.cuda.is_available():
+        return None
+    most = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+    if RANKS > 1:
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return float(most)
 
 
 def parse() -> argparse.Namespace:
@@ -109,6 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packed", default="")
     parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers")
     parser.add_argument("--quantize", choices=["nf4"], help="the adapter's base, in 4 bits")
+    parser.add_argument("--zero", type=int, help="ZeRO stage, under DeepSpeed")
     parser.add_argument("--started", type=float, default=time.time(), help="when the process was")
     return parser.parse_args()
 
@@ -117,12 +137,13 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
     """The workflow's trainer with its defaults but for what both sides share."""
     settings: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(), "max_steps": options.steps,
-        "per_device_train_batch_size": options.size // options.accumulate,
+        "per_device_train_batch_size": options.size // options.accumulate // RANKS,
         "gradient_accumulation_steps": options.accumulate, "learning_rate": 1e-6,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0,
         "bf16": options.dtype == "bf16", "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False, "optim": "adamw_torch_fused",
         "max_length": options.max_tokens, "use_liger_kernel": options.liger,
+        "deepspeed": None if options.zero is None else zero(options.zero),
     }  # fmt: skip
     common: dict[str, Any] = {
         "train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock],
@@ -135,40 +156,56 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
             r=options.lora, lora_alpha=2 * options.lora, lora_dropout=0.0,
             target_modules="all-linear", task_type="CAUSAL_LM",
         )  # fmt: skip
-    heads = workflow in ("rm", "prm")
-    policy = None if heads else built(options, options.model)
+    # The configuration comes before any model, since ZeRO 3 divides weights as they are read.
     if workflow == "sft":
         from trl import SFTConfig, SFTTrainer
 
         args = SFTConfig(**settings, assistant_only_loss=True, packing=bool(options.packed))
-        return SFTTrainer(model=policy, args=args, **common)
+        return SFTTrainer(model=built(options, options.model), args=args, **common)
     if workflow == "dpo":
         from trl import DPOConfig, DPOTrainer
 
+        args, policy = DPOConfig(**settings), built(options, options.model)
         # An adapter's reference is the model without it.
         reference = None if options.lora else built(options, options.model)
-        return DPOTrainer(model=policy, ref_model=reference, args=DPOConfig(**settings), **common)
+        return DPOTrainer(model=policy, ref_model=reference, args=args, **common)
     if workflow == "kto":
         from trl import KTOConfig, KTOTrainer
 
+        args, policy = KTOConfig(**settings), built(options, options.model)
         reference = built(options, options.model)
-        return KTOTrainer(model=policy, ref_model=reference, args=KTOConfig(**settings), **common)
+        return KTOTrainer(model=policy, ref_model=reference, args=args, **common)
     if workflow == "rm":
         from trl import RewardConfig, RewardTrainer
 
+        args = RewardConfig(**settings)
         model = built(options, options.model, "AutoModelForSequenceClassification", num_labels=1)
-        return RewardTrainer(model=model, args=RewardConfig(**settings), **common)
+        return RewardTrainer(model=model, args=args, **common)
     if workflow == "prm":
         from trl.experimental.prm import PRMConfig, PRMTrainer
 
+        args = PRMConfig(**settings)
         model = built(options, options.model, "AutoModelForTokenClassification", num_labels=2)
-        return PRMTrainer(model=model, args=PRMConfig(**settings), **common)
+        return PRMTrainer(model=model, args=args, **common)
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     # Off-policy forward KL, as ours by default.
     args = GKDConfig(**settings, lmbda=0.0, beta=0.0, temperature=1.0)
-    teacher = built(options, options.teacher)
+    policy, teacher = built(options, options.model), built(options, options.teacher)
     return GKDTrainer(model=policy, teacher_model=teacher, args=args, **common)
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Return a configuration of DeepSpeed in which transformers fills in what is `auto`."""
+    return {
+        "zero_optimization": {
+            "stage": stage, "overlap_comm": True, "contiguous_gradients": True,
+            "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    }  # fmt: skip
 
 
 def built(
@@ -185,6 +222,8 @@ def built(
     model = getattr(transformers, kind).from_pretrained(
         folder, attn_implementation=options.attention, dtype=DTYPES[options.dtype], **changes
     )
+    if options.zero is not None:
+        return model  # DeepSpeed places it.
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

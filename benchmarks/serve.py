@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
 
-from rlhf.folder.recorded import model_folder
+from rlhf.folder.run_folder import model_folder
 from rlhf.scorer import open_scorer
 from rlhf_serve.check import ALLOWED, flat, read_items, score
 

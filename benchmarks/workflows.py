@@ -10,8 +10,9 @@ Numbers come from metrics.jsonl, medians of the steps after the fourth; a row is
 (sft, kd), a pair (dpo, rm), a completion (kto) or a solution (prm). `--peer` is a Python that has
 TRL: the same rows, weights, rows a step and precision of the weights; with `--packed 4x4096` its
 sft packs them into four rows of 4,096 tokens a step. With `--system OpenRLHF`, which runs at ZeRO 2
-with fp32 masters, `--peer` is a Python that has it. Words after `--` go to every `rlhf run`, which
-is ended after its last step: what it saves is not measured. One table, also in
+with fp32 masters, `--peer` is a Python that has it. With `--nproc N` TRL runs on as many ranks at
+the same ZeRO stage, through transformers' integration of DeepSpeed. Words after `--` go to every
+`rlhf run`, which is ended after its last step: what it saves is not measured. One table, also in
 `OUTPUT/workflows.md` and `workflows.json`.
 
     python benchmarks/workflows.py --shape 1.5b --steps 1 --rounds 2 --cold --peer python --liger
@@ -125,6 +126,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--lora is for {' and '.join(sorted(ADAPTED))}, beside TRL")
     if options.quantize and not options.lora:
         parser.error("--quantize needs --lora")
+    if options.peer and options.nproc != "1" and options.system != "TRL":
+        parser.error("on several ranks the peer is TRL")
     return options
 
 
@@ -204,7 +207,12 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     log = options.output / f"run-{workflow}.log"
     command = [sys.executable, *options.program, "run", workflow, *words]
     caches = caches_of(options, "rlhf", workflow)
-    code, first = launched(command, log, run, steps=options.steps, caches=caches)
+    ended = launched(command, log, run, steps=options.steps, caches=caches)
+    return {"who": "rlhf", "workflow": workflow} | measured(run, log, *ended, size=size)
+
+
+def measured(run: Path, log: Path, code: int, first: float | None, *, size: int) -> Row:
+    """What the files of a run say of its speed and memory, with `size` rows a step."""
     lines = [json.loads(line) for line in metrics_of(run)]
     steps = [line for line in lines if "tokens_per_s" in line]
     timed = steps[WARM_UP:] or steps
@@ -213,8 +221,7 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
         for before, after in itertools.pairwise(steps)
     ]
     seconds = each[WARM_UP - 1 :] or each
-    result: Row = {"who": "rlhf", "workflow": workflow, "code": code, "rows_a_step": size}
-    result["first_step_s"] = first
+    result: Row = {"code": code, "rows_a_step": size, "first_step_s": first}
     if code or not steps:
         result["error"] = end_of(log)
     else:
@@ -299,12 +306,16 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         *(["--packed", options.packed] if options.packed else []),
         *(["--lora", str(options.lora)] if options.lora else []),
         *(["--quantize", options.quantize] if options.quantize else []),
+        *(["--zero", options.stage] if options.nproc != "1" else []),
     ]  # fmt: skip
-    script = Path(__file__).with_name(PEERS[options.system])
+    script = [str(Path(__file__).with_name(PEERS[options.system]))]
+    if options.nproc != "1":
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.nproc]
+        script = [*ranks, *script]
     log = options.output / f"peer-{workflow}.log"
     with log.open("w") as errors:
         done = subprocess.run(
-            [options.peer, str(script), *words],
+            [options.peer, *script, *words],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

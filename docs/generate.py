@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 WIDTH = 100
 FOR_PLUGINS = (
     *("plugin", "cli", "errors", "trainer", "formats", "scorer", "readouts", "engine", "kernels"),
-    *("rollouts", "demo"),
+    *("rollouts", "preview", "demo"),
 )
 LIBRARIES = (
     *("rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models", "rlhf_devkit"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.readouts import Head, answer_logprobs, scores, token_logprobs
-from rlhf.trainer import Loss, Run, Term, Trainer
+from rlhf.trainer import Average, Loss, Run, Term, Trainer
 
 
 class CriticTrainer(Trainer):
@@ -59,6 +59,15 @@ class MovingTrainer(AloneTrainer):
         known = self.reference.answer_logprobs(batch)
         logprobs = self.policy(batch, answer_logprobs)["logprobs"]
         return Loss((Term((logprobs - known).square().sum(), "answers"),))
+
+
+class AverageTrainer(AloneTrainer):
+    """A policy with a large parameter of its own, and a moving average of it."""
+
+    def setup(self, run: Run) -> None:
+        first = torch.zeros(1000, 1000)
+        slow = Average(first, of="fast", share=0.5, every=1)
+        self.policy = run.load("policy", extra={"fast": first, "slow": slow})
 
 
 class RoundedCriticTrainer(CriticTrainer):

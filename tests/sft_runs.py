@@ -1,9 +1,11 @@
 """The smallest inputs of an SFT run, its command line, and the run as a function for ranks."""
 
+import io
 import json
 import os
 import subprocess
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,13 @@ def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, lis
     request = read_config("sft", overrides=arguments)
     folder, ended = run_rank(request, backend=backend)
     return 143 if ended == "signal" else 0, read_metrics(folder)
+
+
+def printed(arguments: list[str], cache: str) -> tuple[str, list[dict[str, Any]]]:
+    """As `run`; returns what this rank prints, and the lines of metrics.jsonl."""
+    with redirect_stdout(io.StringIO()) as text:
+        _, metrics = run(arguments, cache)
+    return text.getvalue(), metrics
 
 
 def wait_for(path: Path, text: str, *processes: subprocess.Popen[str]) -> None:

@@ -69,7 +69,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def make_run(
-    folder: Path, *, steps: int = 9, extra: dict[str, torch.Tensor] | None = None, **sections: Any
+    folder: Path, *, steps: int = 9, extra: dict[str, Any] | None = None, **sections: Any
 ) -> RunContext:
     """Return a run over the twelve pairs whose policy is loaded and in training mode."""
     sections.setdefault("model", ModelConfig(path=str(folder / "model"), dtype="fp32"))

@@ -3,11 +3,13 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlhf.config.sections import BatchConfig, Config
 from rlhf.data.example import Answer, Example
 from rlhf.data.order import RunOrder
 from rlhf.engine import Axis, Mesh, axes
+from rlhf.errors import RLHFError, SameOnAllRanks
 
 
 def test_neighbours_differ_in_tensor_then_in_sequence_then_in_data() -> None:
@@ -46,3 +48,14 @@ def test_the_ranks_of_one_tensor_axis_get_the_same_rows() -> None:
         rows.append([micro.tolist() for micro in order.step(0).micro])
     assert rows[0] == rows[1] != rows[2] == rows[3]
     assert sorted(row for rank in (0, 2) for micro in rows[rank] for row in micro) == [*range(8)]
+
+
+def test_an_error_of_rank_zero_is_that_of_all_ranks() -> None:
+    def refuse() -> None:
+        error = RLHFError("no reward server")
+        error.add_note("where")
+        raise error
+
+    with pytest.raises(SameOnAllRanks) as caught:
+        Mesh().on_rank_zero(refuse)
+    assert (str(caught.value), caught.value.__notes__) == ("no reward server", ["where"])

@@ -37,12 +37,21 @@ BLOCK_PAGES = [page for page in PAGES if page.name != "tutorial.md"]
 """Those whose blocks are run here; tests/docs/test_tutorial.py runs those of the tutorial."""
 SHELL = re.compile(r"(lm_eval|rlhf|torchrun|pip|make|srun|git) ")
 DEMO = re.compile(r"rlhf run (?!.*(--model|\.yaml))")
-"""The demos, which have tests of their own: here they have two steps and few held-out rows."""
+"""The demos, which have tests of their own: here they have two small steps and few held-out
+rows."""
 APART = {"torchrun", "verify", "--nproc"}
 """Words of commands that start ranks of their own."""
+SLOW = APART | {"demo:shapes"}
+"""Words of commands that `make test` leaves out: most of a minute each."""
 BEARER = "Bearer secret"
 """What docs/serve.md sends as the token."""
-ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise", "prompts": "prompt"}
+ROWS = {
+    "pairs": "preference",
+    "feedback": "unpaired",
+    "steps": "stepwise",
+    "prompts": "prompt",
+    "rewarded": "rewarded",
+}
 """Files that the docs name, and the format of their rows."""
 EXTENSIONS = {"small_buckets": "SmallBuckets", "adamax": "AdamaxExtension"}
 """The classes of the extensions in docs/plugins.md."""
@@ -59,23 +68,28 @@ def blocks(kind: str) -> list[Any]:
 
 
 def shell_blocks() -> list[Any]:
-    """The commands of each shell block with its page and line; a command counts once."""
+    """The commands of each shell block with its page and line; a command counts once, whichever
+    model it trains."""
     found, seen = [], set()
     for page in BLOCK_PAGES:
         text = page.read_text()
         for match in FENCED.finditer(text):
             if match[1] != "bash" and not (match[1] == "" and SHELL.match(match[2])):
                 continue
-            new = [line for line in commands(match[2]) if line not in seen]
-            seen.update(new)
+            new = [line for line in commands(match[2]) if same_model(line) not in seen]
+            seen.update(map(same_model, new))
             number = text.count("\n", 0, match.start()) + 1
-            # Under these a block starts several processes, most of a minute each.
-            slow = any(word in line.split() for word in APART for line in new)
+            slow = any(word in line.split() for word in SLOW for line in new)
             marks = [pytest.mark.matrix] if slow else []
             if new:
                 name = f"{page.relative_to(ROOT)}:{number}"
                 found.append(pytest.param(new, id=name, marks=marks))
     return found
+
+
+def same_model(command: str) -> str:
+    """The command with one model in the place of those that `place` has copied."""
+    return command.replace("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +102,9 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("chats.jsonl", "heldout.jsonl"):
         shutil.copy(inputs.train, folder / name)
     for name, kind in ROWS.items():
-        write_rows(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:22])
+        # Every prompt gets several long answers.
+        number = 4 if kind == "prompt" else 22
+        write_rows(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:number])
     (folder / "rewards.py").write_text(
         "def correct(completions, answer, **columns):\n"
         "    texts = [completion[0]['content'] for completion in completions]\n"
@@ -149,6 +165,7 @@ def test_the_commands_of_the_docs_work(
     for command in block:
         words = shlex.split(command.replace("step-000400", "step-000004"))
         words += short_demo(words[2]) if DEMO.match(command) else []
+        words += short_answers(words)
         match words:
             case ["lm_eval", *_] | ["pip", "install", "lm_eval[hf]"]:
                 pass  # Needs a network.
@@ -164,7 +181,8 @@ def test_the_commands_of_the_docs_work(
                 server = request.getfixturevalue("server")
                 url = url.replace("http://127.0.0.1:8000", server.url)
                 if words[0] == "rlhf":
-                    run_apart([*words[:3], url, *words[4:]], place, inputs)
+                    rest = [*words[1:3], url, *words[4:]]
+                    assert one.run(in_place, rest, str(place), str(inputs.cache)) == [(0, "")]
                 else:
                     path = url.removeprefix(server.url)
                     assert server.post(path, body.encode(), authorization=BEARER).status == 200
@@ -183,8 +201,15 @@ def short_demo(trainer: str) -> list[str]:
     """Words that make a demo short."""
     (file,) = ROOT.glob(f"plugins/{trainer}/src/*/demo.yaml")
     held_out = yaml.safe_load(file.read_text())["data"]["eval"] | {"limit": 20}
-    steps = ["--train.steps", "2", "--optim.warmup", "0"]
+    steps = ["--train.steps", "2", "--optim.warmup", "0", "--batch.size", "4"]
     return [*steps, "--data.eval", json.dumps([held_out])]
+
+
+def short_answers(words: list[str]) -> list[str]:
+    """Words that make the answers of a run short, where the command does not say how long."""
+    trainer = words[2] if words[:2] == ["rlhf", "run"] else ""
+    option = f"--{trainer}.max_new_tokens"
+    return [option, "16"] if trainer in ("grpo", "ppo") and option not in words else []
 
 
 def run_apart(words: list[str], place: Path, inputs: Inputs) -> None:

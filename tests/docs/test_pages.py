@@ -41,7 +41,8 @@ def papers(path: Path) -> set[str]:
 def source(name: str) -> tuple[Path, str]:
     """Return the file of `package.module.NAME`, and NAME."""
     module, _, attribute = name.rpartition(".")
-    (path,) = ROOT.glob(f"*/**/src/{module.replace('.', '/')}.py")
+    ending = f"/src/{module.replace('.', '/')}.py"
+    (path,) = (path for path in SOURCES if path.as_posix().endswith(ending))
     return path, attribute
 
 

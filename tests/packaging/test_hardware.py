@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
 KERNELS = "plugins/kernels/src/rlhf_kernels"
 CUDA_ONLY = {
-    f"{CORE}/commands/plan.py": "the device of a plan for other hardware",
+    "plugins/tools/src/rlhf_tools/plan.py": "the device of a plan for other hardware",
     f"{CORE}/devices.py": "where kernels in Triton run",
     f"{CORE}/launch/importing.py": "the driver and a context, opened early, and Triton's digest",
     f"{CORE}/model/trainable.py": "bitsandbytes",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    *("cli", "commands", "api", "train", "memory", "reference", "contract"),
+    *("cli", "commands", "api", "preview", "train", "memory", "reference", "contract"),
     *("kernels", "rollouts", "scorer", "readouts", "model"),
     *("trainer", "engine", "formats", "data", "demo", "folder", "request"),
     *("registry", "launch"),
@@ -100,9 +100,11 @@ def test_a_plugin_imports_only_libraries_that_it_declares() -> None:
     assert imports_of_libraries() == [
         "rlhf_devkit.** -> rlhf_backend_torch",
         "rlhf_devkit.** -> rlhf_rollouts.**",
+        "rlhf_plugin_deepspeed.** -> rlhf_optim",
         "rlhf_plugin_grpo.** -> rlhf_rollouts.**",
         "rlhf_plugin_kd.** -> rlhf_distill",
         "rlhf_plugin_kd.** -> rlhf_rollouts.**",
+        "rlhf_plugin_ppo.** -> rlhf_rollouts.**",
     ]
 
 

@@ -21,8 +21,8 @@ plugin = TrainerPlugin(config=Section, trainer="{name}:Missing")
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The wheels of the core, the backend and one trainer."""
-    projects = [ROOT / "core", ROOT / "plugins" / "deepspeed", ROOT / "plugins" / "sft"]
+    """The wheels of the core, the backend, its optimizers and one trainer."""
+    projects = [ROOT / "core", *(ROOT / "plugins" / name for name in ("deepspeed", "optim", "sft"))]
     return [*build(tmp_path_factory.mktemp("wheels"), projects).values()]
 
 

@@ -20,7 +20,7 @@ PUBLIC = tuple(
     f"rlhf.{name}"
     for name in (
         *("cli", "plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts"),
-        *("engine", "kernels", "rollouts"),
+        *("engine", "kernels", "rollouts", "preview"),
     )
 )
 FOR_US = ("rlhf.demo",)

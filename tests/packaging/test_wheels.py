@@ -7,7 +7,7 @@ import pytest
 
 from wheel_sites import PROJECTS, build, make_site, python, required, rlhf, top_level
 
-INSTALLED = ("core", "deepspeed", "dpo", "kernels")
+INSTALLED = ("core", "deepspeed", "dpo", "kernels", "optim", "tools")
 """What a user of one trainer installs."""
 
 
@@ -19,7 +19,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheels of the core, the backend, the kernels and one trainer, nothing else of ours."""
+    """The wheels of one trainer and of what it brings, nothing else of ours."""
     return make_site(tmp_path_factory.mktemp("one"), [wheels[name] for name in INSTALLED])
 
 
@@ -32,7 +32,8 @@ def whole_site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert sorted(names) == ["deepspeed", "dpo", "triton"]
+    commands = ["doctor", "inspect", "launch", "plan", "push", "report", "runs"]
+    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *commands])
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
@@ -79,14 +80,15 @@ from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
     records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
-    records |= {"kernels": "kernels", "rollouts": "engine"}
+    records |= {"demo": "rows", "kernels": "kernels", "media": "reader", "rollouts": "engine"}
     of = records.get(plugin.kind)
     record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     object = load_object(record) if isinstance(record, str) else record
     print(plugin.distribution, object)
+import rlhf.train.rank, rlhf.commands.merge
 """
 ALONE = [
-    project if project.name in ("core", "rm") else pytest.param(project, marks=pytest.mark.matrix)
+    project if project.name == "rm" else pytest.param(project, marks=pytest.mark.matrix)
     for project in PROJECTS
 ]
 
@@ -105,8 +107,6 @@ def test_a_distribution_loads_with_only_what_it_declares(
     assert loaded.returncode == 0, loaded.stderr
     distributions = {line.split()[0] for line in loaded.stdout.splitlines()}
     assert len(distributions) == sum(map(has_plugins, ours))
-    imported = python("-S", "-c", "import rlhf.train.rank, rlhf.commands.merge", sites=[site])
-    assert imported.returncode == 0, imported.stderr
 
 
 def has_plugins(project: Path) -> bool:

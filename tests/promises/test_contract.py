@@ -105,12 +105,12 @@ def leaked(trainer: Mine, batch: PackedBatch) -> Tensor:
     return found[0]
 
 
-TOTALS = {"answers": 4.0, "examples": 4.0, "tokens": 40.0}
+TOTALS = {"below": -2.0, "answers": 4.0, "examples": 4.0, "tokens": 40.0}
 LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
     "a term per what nobody counts": (
         lambda trainer, batch: Loss((Term(-trainer.logprobs(batch).sum(), per="rows"),)),
         "Mine.loss() returned a term 0 per 'rows', which is not a known count; use one of "
-        "answers, examples, tokens, or a name that survey() returns",
+        "answers, below, examples, tokens, or a name that survey() returns",
     ),
     "a metric per what nobody counts": (
         lambda trainer, batch: Loss(
@@ -118,7 +118,12 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
             {"least": (torch.tensor(1.0), "min"), "right": (torch.tensor(1.0), "pairs")},
         ),
         "Mine.loss() returned the metric 'right' per 'pairs', which is not a known count; use one "
-        "of answers, examples, tokens, or a name that survey() returns",
+        "of answers, below, examples, tokens, or a name that survey() returns",
+    ),
+    "a term per a count below 0": (
+        lambda trainer, batch: Loss((Term(-trainer.logprobs(batch).sum(), per="below"),)),
+        "Mine.loss() returned a term 0 per 'below', which sums up to -2 over the step; a count "
+        "cannot be negative",
     ),
     "nothing": (
         lambda trainer, batch: None,

@@ -1,10 +1,14 @@
-"""How runs end early: stopped, killed in a save, poisoned, locked out; through the real command."""
+"""How runs end early: stopped, killed in a save, poisoned, locked out; through the real command, in
+a process of its own where the process ends."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,11 @@ import pytest
 import rlhf.train.rank as rank_run
 import sft_runs
 from rlhf.api import start as start_rank
+from rlhf.commands.main import main
 from rlhf.folder.run_folder import read_json
 from rlhf.request.reader import read_config
 from rlhf_devkit import Ranks, column
+from rlhf_devkit.ranks import RankFailure
 from sft_runs import Inputs
 
 EXTENSION = '''
@@ -130,17 +136,44 @@ def start(inputs: Inputs, plugins: Path, tmp_path: Path):  # type: ignore[no-unt
     return started
 
 
+Finished = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def finished(inputs: Inputs, plugins: Path, one: Ranks, tmp_path: Path) -> Finished:
+    """Carry out `rlhf run sft` on the tiny inputs with one process, which is there already; exit
+    code, output and errors."""
+
+    def carried_out(*more: str, **variables: str) -> tuple[int, str, str]:
+        words = sft_runs.words(inputs, tmp_path / "run", *more, "--nproc", "1")
+        variables |= {"RLHF_CACHE": str(inputs.cache), "EVENTS": str(tmp_path / "events")}
+        (result,) = one.run(in_rank, words, str(plugins), variables)
+        return result
+
+    return carried_out
+
+
+def in_rank(words: list[str], site: str, variables: dict[str, str]) -> tuple[int, str, str]:
+    """`rlhf run sft` in a rank of the pool, without its place in the pool."""
+    output, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+        patch.syspath_prepend(site)
+        patch.delenv("RANK")
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        code = main(["run", "sft", *words])
+    return code, output.getvalue(), errors.getvalue()
+
+
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     output, errors = process.communicate(timeout=300)
     return process.returncode, output, errors
 
 
-def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    code, output, errors = finish(
-        start(
-            *("--train.steps", "4", "--checkpoint.every", "2"),
-            *("--extensions", "[probe]", "--observers", "[witness, tensorboard]"),
-        )
+def test_extensions_and_observers_take_part(finished: Finished, tmp_path: Path) -> None:
+    code, output, errors = finished(
+        *("--train.steps", "4", "--checkpoint.every", "2"),
+        *("--extensions", "[probe]", "--observers", "[witness, tensorboard]"),
     )
     assert code == 0, errors
     assert "clipped by probe" in output
@@ -153,11 +186,11 @@ def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # t
     ]  # fmt: skip
 
 
-def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(  # type: ignore[no-untyped-def]
-    start, tmp_path: Path
+def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(
+    finished: Finished, tmp_path: Path
 ) -> None:
     words = ("--train.steps", "4", "--checkpoint.every", "2", "--train.eval_at_start", "true")
-    code, _, errors = finish(start(*words, "--observers", "[witness]", FAIL_IN="checkpoint"))
+    code, _, errors = finished(*words, "--observers", "[witness]", FAIL_IN="checkpoint")
     assert code == 0, errors
     file = tmp_path / "run" / "errors" / "observer-witness.txt"
     assert errors.count("warning: observer") == 1
@@ -176,23 +209,27 @@ def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(  # ty
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
-def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(
+    finished: Finished, tmp_path: Path
+) -> None:
     words = ("--train.steps", "6", "--checkpoint.every", "2", "--extensions", "[probe]")
     words += ("--checkpoint.keep", "1")
-    code, _, _ = finish(start(*words, KILL_IN_SAVE="4"))
-    assert code == -signal.SIGKILL
+    with pytest.raises(RankFailure, match=r"the process died with exit code -9$"):
+        finished(*words, KILL_IN_SAVE="4")
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         ".step-000004.part",
         "step-000002",
     ]
-    code, output, errors = finish(start(*words, "--resume"))
+    code, output, errors = finished(*words, "--resume")
     assert code == 0, errors
     assert "resumed    step-000002, 4 steps to go" in output
     assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]
 
 
-def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_sigterm_saves_and_exits_143_and_the_run_resumes(  # type: ignore[no-untyped-def]
+    start, finished: Finished, tmp_path: Path
+) -> None:
     words = ("--train.epochs", "3", "--observers", "[witness]", "--checkpoint.async", "true")
     process = start(*words, "--nproc", "2", STEP_SECONDS="0.3")
     sft_runs.wait_for(tmp_path / "events", '["step", 2]', process)
@@ -202,7 +239,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) 
     assert "stopped by a signal after saving; continue with --resume" in output
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name < "step-000018"
-    code, output, errors = finish(start(*words, "--resume", "--nproc", "1"))
+    code, output, errors = finished(*words, "--resume")
     assert code == 0, errors
     assert "steps to go; saved by 2 ranks, so random numbers differ\n" in output
     assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
@@ -288,7 +325,7 @@ def test_a_signal_outside_of_the_steps_ends_the_run_with_143(
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.matrix), "2"])
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
-    process = start(*words, STEP_SECONDS="60", BRIEF="4")
+    process = start(*words, STEP_SECONDS="60", BRIEF="2")
     sft_runs.wait_for(tmp_path / "events", '["step", 1]', process)
     os.killpg(process.pid, signal.SIGINT)
     while "press Ctrl-C again to quit immediately" not in process.stderr.readline():
@@ -315,13 +352,9 @@ def test_a_folder_in_use_is_refused_in_one_line(  # type: ignore[no-untyped-def]
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
-    start,
-    inputs: Inputs,
-    tmp_path: Path,  # type: ignore[no-untyped-def]
+    finished: Finished, inputs: Inputs
 ) -> None:
-    code, _, errors = finish(
-        start("--optim.lr", "1e30", "--optim.warmup", "0", "--train.steps", "4")
-    )
+    code, _, errors = finished("--optim.lr", "1e30", "--optim.warmup", "0", "--train.steps", "4")
     assert code == 2
     message = errors.splitlines()[-1]
     assert message.startswith(
@@ -347,13 +380,12 @@ def test_a_value_read_a_step_later_names_its_step_and_changes_no_weight(
 
 @pytest.mark.matrix
 def test_random_numbers_are_drawn_anew_if_as_many_ranks_are_divided_in_another_way(
-    start, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
-    code, _, errors = finish(start("--train.stop_at", "2", "--nproc", "2"))
-    assert code == 0, errors
-    sequence = ("--deepspeed.sequence_parallel", "2", "--resume", "--train.stop_at", "4")
-    code, output, errors = finish(start(*sequence, "--nproc", "2"))
-    assert code == 0, errors
+    inputs: Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.stop_at")
+    two.run(sft_runs.run, [*words, "2"], str(inputs.cache))
+    sequence = ("--deepspeed.sequence_parallel", "2", "--resume")
+    (output, _), _ = two.run(sft_runs.printed, [*words, "4", *sequence], str(inputs.cache))
     assert "the 2 ranks were divided in another way, so random numbers differ\n" in output
 
 
@@ -389,7 +421,7 @@ script.run_process()
 """
 
 
-@pytest.mark.parametrize("code", [0, 143])
+@pytest.mark.parametrize("code", [0, pytest.param(143, marks=pytest.mark.matrix)])
 def test_a_thread_that_waits_for_the_interpreters_lock_does_not_abort_a_finished_process(
     code: int, tmp_path: Path
 ) -> None:

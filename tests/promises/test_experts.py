@@ -22,7 +22,13 @@ from small_families import write_family
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sft", "dpo", "rm") else pytest.param(name, marks=pytest.mark.matrix)
+        for name in FORMATS
+    ],
+)
 def test_the_curve_with_the_router_loss_does_not_depend_on_the_layout(
     name: str, tmp_path: Path, one: Ranks, two: Ranks
 ) -> None:
@@ -58,7 +64,7 @@ def test_the_curve_with_the_router_loss_does_not_depend_on_the_layout(
         AutoModelForCausalLM.from_pretrained(tmp_path / "apart/model")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
 def test_experts_that_muon_trains_follow_the_same_curve_and_resume(
     family: str, tmp_path: Path, one: Ranks, two: Ranks
 ) -> None:
@@ -77,13 +83,13 @@ def test_experts_that_muon_trains_follow_the_same_curve_and_resume(
         "offloaded": ("--deepspeed", "zero2_offload", "--batch.tokens", "256"),
         "divided": ("--deepspeed.stage", "1", "--deepspeed.sequence_parallel", "2"),
     }
-    for name, layout in layouts.items():
-        curve = lines(two, name, *layout)
+    curves = {name: lines(two, name, *layout) for name, layout in layouts.items()}
+    for name, curve in curves.items():
         for key in ("loss", "router_loss", "grad_norm"):
             assert column(curve, key) == pytest.approx(column(alone, key), rel=1e-4), name
     lines(two, "halves", *layouts["apart"], "--train.stop_at", "2")
     resumed = lines(two, "halves", *layouts["apart"], "--resume")
-    assert column(resumed, "loss") == column(lines(two, "again", *layouts["apart"]), "loss")
+    assert column(resumed, "loss") == column(curves["apart"], "loss")
     first, last = (
         load_file(f"{at}/model.safetensors") for at in (experts, tmp_path / "apart/model")
     )
@@ -95,7 +101,7 @@ def test_experts_that_muon_trains_follow_the_same_curve_and_resume(
 @pytest.mark.parametrize(
     ("family", "stage"),
     [
-        ("Qwen3-MoE", "2"),
+        pytest.param("Qwen3-MoE", "2", marks=pytest.mark.matrix),
         ("GPT-OSS", "3"),
         *(
             pytest.param(family, "3", marks=pytest.mark.matrix)

@@ -19,7 +19,7 @@ from rlhf.model import probe
 from rlhf.request.reader import read_config
 from rlhf.train import loop
 from rlhf_devkit import column, write_rows
-from rlhf_devkit.ranks import RankFailure, Ranks
+from rlhf_devkit.ranks import Ranks
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from sft_runs import Inputs
 
@@ -191,10 +191,9 @@ def test_a_poisoned_row_is_named_whichever_rank_has_it_and_no_weight_is_changed(
     rows[6]["note"] = "the poisoned row"
     poisoned = write_rows(tmp_path / "poisoned.jsonl", rows)
     words = sft_runs.words(inputs, tmp_path / "run", "--data.train", str(poisoned))
-    with pytest.raises(RankFailure) as error:
-        two.run(run_odd, "PoisonedTrainer", words, str(inputs.cache))
-    assert f"the loss is nan in {poisoned} line 7" in str(error.value)
-    assert "no weight was changed; look at these rows, or lower optim.lr" in str(error.value)
+    for message in two.errors(run_odd, "PoisonedTrainer", words, str(inputs.cache)):
+        assert f"the loss is nan in {poisoned} line 7" in message
+        assert "no weight was changed; look at these rows, or lower optim.lr" in message
 
 
 @pytest.mark.parametrize("trainer", ["UnevenTrainer", "UnevenEvaluationTrainer"])
@@ -204,13 +203,13 @@ def test_metrics_that_differ_between_ranks_end_the_run_in_one_sentence(
     words = sft_runs.words(
         inputs, tmp_path / "run", "--train.steps", "4", "--train.eval_every", "2"
     )
-    with pytest.raises(RankFailure) as error:
-        two.run(run_odd, trainer, words, str(inputs.cache))
-    assert (
+    expected = (
         "trainer 'sft': loss() must name the same terms and metrics on all ranks, but metric "
         "'extra' is missing on rank 0 and per 'tokens' on rank 1; return it for every micro-batch, "
-        "also for one without rows" in str(error.value)
+        "also for one without rows"
     )
+    for message in two.errors(run_odd, trainer, words, str(inputs.cache)):
+        assert expected in message
     lines = 0 if trainer == "UnevenTrainer" else 2
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert len(metrics.read_text().splitlines() if metrics.exists() else []) == lines

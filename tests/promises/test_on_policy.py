@@ -14,18 +14,18 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 import sft_runs
-from rlhf.commands.inspect import inspect_command
 from rlhf.folder import checkpoints
 from rlhf.request.reader import Request, read_config
 from rlhf.train.rank import run_rank
 from rlhf.train.rollout import FILE
 from rlhf_devkit import column, layouts, without_timings
 from rlhf_devkit.ranks import Ranks
+from rlhf_tools.inspect import inspect_command
 from sft_runs import Inputs
 
 BATCHES, PASSES = 2, 2
 """Of the trainer: a rollout serves four steps of an epoch of 6 batches, which has 12 steps."""
-END_SCALE = 8.0
+END_SCALE = 30.0
 """The model with random weights then ends its answers at different lengths."""
 
 
@@ -79,12 +79,20 @@ def words_of(inputs: Inputs, folder: Path, *more: str) -> list[str]:
     return sft_runs.words(inputs, folder, *length, "--checkpoint.every", "null", *more)
 
 
-@pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
+@pytest.mark.parametrize(
+    ("stage", "lag"),
+    [
+        pytest.param("stage 0", "0", marks=pytest.mark.matrix),
+        ("stage 3", "0"),
+        pytest.param("stage 3", "1", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_run_that_stops_in_the_middle_of_a_rollout_resumes_to_the_last_bit(
-    stage: str, ending: Inputs, two: Ranks, tmp_path: Path
+    stage: str, lag: str, ending: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     def run(folder: str, *more: str) -> list[dict[str, Any]]:
-        words = words_of(ending, tmp_path / folder, *layouts()[stage], *more)
+        lags = ("--rollouts.lag", lag)
+        words = words_of(ending, tmp_path / folder, *layouts()[stage], *lags, *more)
         (_, metrics), _ = two.run(rewarded, words, str(ending.cache))
         return [without_timings([line])[0] for line in metrics]
 
@@ -133,17 +141,34 @@ def test_rollouts_and_their_evaluation_are_the_same_on_any_number_of_ranks(
     assert len({after - before for before, after in pairwise(lengths)}) > 3
 
 
+@pytest.mark.matrix
+def test_a_lag_gives_one_curve_on_any_number_of_ranks(
+    ending: Inputs, one: Ranks, two: Ranks, tmp_path: Path
+) -> None:
+    curves = []
+    for name, ranks, stage in (("one", one, "stage 0"), ("two", two, "stage 3")):
+        words = words_of(ending, tmp_path / name, *layouts()[stage], "--rollouts.lag", "1")
+        (_, metrics), *_ = ranks.run(rewarded, words, str(ending.cache))
+        curves.append(metrics)
+    for name in ("loss", "reward", "logprob", "ratio", "eval/reward", "num_tokens"):
+        values, others = ([line[name] for line in curve if name in line] for curve in curves)
+        assert values == pytest.approx(others, abs=1e-5), name
+    # The old log-probabilities are those of the first step of the rollout, not of the draw.
+    first = column(curves[0], "ratio")
+    assert [first[step] for step in (0, 4, 8, 12)] == pytest.approx([1.0] * 4, abs=1e-5)
+
+
 def test_the_reward_on_held_out_prompts_chooses_the_best_checkpoint(
     ending: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     words = words_of(
         ending, tmp_path / "run", "--checkpoint.best=-eval/reward", "--train.patience", "1",
-        "--train.eval_at_start", "true", "--train.steps", "30",
+        "--train.eval_at_start", "true", "--train.steps", "30", "--optim.lr", "5e-4",
     )  # fmt: skip
     (_, metrics), _ = two.run(rewarded, words, str(ending.cache))
     rewards = {line["step"]: line["eval/reward"] for line in metrics if "eval/reward" in line}
     # The reward rises, so that an evaluation in search of a low one is the best at first.
-    assert rewards[10] > rewards[5] > rewards[0]
+    assert rewards[10] > rewards[5] > rewards[0], rewards
     assert list(rewards) == [0, 5, 10]
     kept = checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")
     assert [checkpoints.step_of(path) for path in kept] == [5, 10]

@@ -16,10 +16,12 @@ import sft_runs
 from hub_server import TOKEN, Hub, hub
 from rlhf.commands.main import main
 from rlhf.folder.card import name_of
+from rlhf.folder.run_folder import RunFolder
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
 from rlhf_devkit import make_model
 from rlhf_devkit.plain import PlainBackend
+from rlhf_tools.recorded import read_newest, read_run
 from sft_runs import Inputs
 
 
@@ -71,6 +73,20 @@ def test_a_run_that_fails_says_why(inputs: Inputs, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ended"] == "failed"
     assert "the norm of its gradient is nan" in summary["error"]
+
+
+def test_a_run_that_writes_is_running_and_fails_with_its_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({"steps": 4, "ended": None}))
+    (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 3.0}\n{"step": 7, "lo')
+    run = RunFolder(folder, fresh=False)
+    assert read_newest(folder).state == "running"
+    assert read_run(folder).left_out == []  # Its last line may still be written.
+    run.__exit__(ValueError, ValueError("row 3 is odd\nand more"), None)
+    assert read_newest(folder).state == "failed"
+    assert "row 3 is odd" in read_run(folder).summary["error"]
+    assert read_run(folder).left_out == ["1 line of metrics.jsonl"]
 
 
 def test_the_card_is_read_by_the_hub_and_names_no_folder_of_this_machine(

@@ -1,7 +1,6 @@
 """Resume is exact: a resumed run is the same, bit for bit, as one that never stopped."""
 
 import contextlib
-import io
 import json
 import re
 import shutil
@@ -35,7 +34,8 @@ STAGES = {
     "0 with dropout": ("--deepspeed.stage", "0", "--lora.rank", "4", "--lora.dropout", "0.3"),
     "2 offloaded": ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
 }
-MORE = ("1", "0 in bf16", "1 in bf16", "2 in bf16", "2 offloaded")
+MORE = ("0", "1", "2", "0 in bf16", "1 in bf16", "2 in bf16", "2 offloaded")
+"""The kit of backends resumes runs in fp32 at these stages too."""
 LENGTH = ("--train.steps", "10", "--optim.schedule", "cosine", "--checkpoint.every", "3")
 
 
@@ -106,22 +106,15 @@ def test_resuming_a_finished_run_takes_no_step_and_says_so(
     assert after == before
 
 
-def printed(words: list[str], cache: str) -> tuple[str, list[dict[str, Any]]]:
-    """Run; what it prints, and its metrics."""
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        _, metrics = sft_runs.run(words, cache)
-    return text.getvalue(), metrics
-
-
 def test_a_run_that_has_reached_stop_at_takes_no_more_steps(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
-    ((text, before),) = one.run(printed, words, str(inputs.cache))
+    ((text, before),) = one.run(sft_runs.printed, words, str(inputs.cache))
     assert text.splitlines()[-2] == (
         "stopped    at step 2 of 4 by train.stop_at; remove it and pass --resume to continue"
     )
-    ((text, after),) = one.run(printed, [*words, "--resume"], str(inputs.cache))
+    ((text, after),) = one.run(sft_runs.printed, [*words, "--resume"], str(inputs.cache))
     assert after == before
     # One line about it, and no other.
     assert text.splitlines()[-1] == f"nothing left to do: {tmp_path / 'run'}/model is finished"
@@ -136,7 +129,7 @@ def test_a_run_that_was_killed_before_its_export_writes_its_last_evaluation_once
     if earlier:  # Its model is in the folder already.
         one.run(sft_runs.run, [*words, *earlier], str(inputs.cache))
     one.run(killed_in_export, words, str(inputs.cache))
-    ((text, metrics),) = one.run(printed, words, str(inputs.cache))
+    ((text, metrics),) = one.run(sft_runs.printed, words, str(inputs.cache))
     assert "resumed    step-000004, 0 steps to go\n" in text
     assert text.splitlines()[-1] == f"model      {tmp_path / 'run'}/model"
     assert column(metrics, "step") == [1, 2, 3, 4]

@@ -3,8 +3,11 @@ and stages, resumed to the last bit, exported by role."""
 
 import contextlib
 import io
+import itertools
 import os
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,8 @@ from transformers import AutoModelForSequenceClassification
 
 import sft_runs
 from rlhf.commands.main import main
-from rlhf.commands.plan import checkpoint_bytes
 from rlhf.engine import Mesh
-from rlhf.memory.rehearsal import Rehearsed
+from rlhf.memory.rehearsal import Rehearsed, checkpoint_bytes
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request, read_config
 from rlhf.train import rank as rank_run
@@ -47,6 +49,7 @@ CASES = {
     "OrdinalTrainer": ("loss", "grad_norm", "learning_rate"),
 }
 """What is compared, by trainer."""
+LENGTH = ("--train.steps", "8", "--checkpoint.every", "4")
 
 
 def role_request(trainer: str, words: list[str], cache: str) -> Request:
@@ -71,23 +74,48 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("trainer", CASES)
-@pytest.mark.parametrize("stage", STAGES)
+QUICK = {("CriticTrainer", "2"), ("BigramTrainer", "0"), ("OrdinalTrainer", "3")}
+
+
+@pytest.fixture(scope="module")
+def plain_curve(
+    inputs: Inputs, one: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[dict[str, Any]]]:
+    """A function that returns the curve of a trainer in plain torch."""
+
+    @cache
+    def curve(trainer: str) -> list[dict[str, Any]]:
+        words = sft_runs.words(inputs, tmp_path_factory.mktemp("plain") / "run", *LENGTH)
+        return one.run(run, trainer, words, str(inputs.cache), True)[0]
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("trainer", "stage"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.matrix])
+        for case in itertools.product(CASES, STAGES)
+    ],
+)
 def test_every_model_is_trained_as_in_plain_torch_and_resumed_to_the_last_bit(
-    trainer: str, stage: str, inputs: Inputs, one: Ranks, two: Ranks, tmp_path: Path
+    trainer: str,
+    stage: str,
+    plain_curve: Callable[[str], list[dict[str, Any]]],
+    inputs: Inputs,
+    two: Ranks,
+    tmp_path: Path,
 ) -> None:
     def words(name: str, *more: str) -> list[str]:
-        length = ("--train.steps", "8", "--checkpoint.every", "4")
-        return sft_runs.words(inputs, tmp_path / name, *length, *more)
+        return sft_runs.words(inputs, tmp_path / name, *LENGTH, *more)
 
-    cache = str(inputs.cache)
-    plain = one.run(run, trainer, words("plain"), cache, True)[0]
-    straight = two.run(run, trainer, words("straight", *STAGES[stage]), cache)[0]
+    rows, plain = str(inputs.cache), plain_curve(trainer)
+    straight = two.run(run, trainer, words("straight", *STAGES[stage]), rows)[0]
     for name in CASES[trainer]:
         assert column(straight, name) == pytest.approx(column(plain, name), rel=1e-4, abs=1e-5)
     assert straight[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-4)
-    two.run(run, trainer, words("halves", *STAGES[stage], "--train.stop_at", "4"), cache)
-    halves = two.run(run, trainer, words("halves", *STAGES[stage], "--resume"), cache)[0]
+    two.run(run, trainer, words("halves", *STAGES[stage], "--train.stop_at", "4"), rows)
+    halves = two.run(run, trainer, words("halves", *STAGES[stage], "--resume"), rows)[0]
     assert without_timings(training(halves)) == without_timings(training(straight))
     assert halves[-1] == straight[-1]
     assert files(tmp_path / "halves") == files(tmp_path / "straight")
@@ -149,6 +177,8 @@ def checkpoint_sizes(trainer: str, words: list[str], cache: str) -> tuple[int, i
         ("CriticTrainer", ("--lora.rank", "2")),
         ("AloneTrainer", ("--model.adapter", "ADAPTER")),
         ("MovingTrainer", ()),
+        ("AverageTrainer", ("--model.dtype", "bf16")),
+        ("AverageTrainer", ("--lora.rank", "2")),
         ("BigramTrainer", ("--lora.rank", "2")),
     ],
 )

@@ -97,11 +97,12 @@ def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
     ("trainer", "format", "more"),
     [
         ("dpo", "preference", ()),
-        ("kto", "unpaired", ()),
-        (
+        pytest.param("kto", "unpaired", (), marks=pytest.mark.matrix),
+        pytest.param(
             "kd",
             "demonstration",
             ("--kd.teacher", "demo:base", "--kd.on_policy", "0.5", "--kd.max_new_tokens", "8"),
+            marks=pytest.mark.matrix,
         ),
     ],
 )

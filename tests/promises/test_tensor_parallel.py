@@ -31,12 +31,12 @@ WORKFLOWS = {
 BIASES = {"attention_bias": True, "mlp_bias": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": BIASES,
-    "Qwen2": {},
     "Qwen3": {"head_dim": 8},
-    "Mistral": {"head_dim": 8},
     "Gemma3Text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Mistral": {"head_dim": 8},
     "Cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -118,10 +118,11 @@ def test_a_family_divided_over_two_ranks_follows_the_curve_of_one(
 
 
 def combinations() -> Iterator[object]:
-    """All workflows at all stages; each workflow and each stage at least once by default."""
+    """All workflows at all stages; each readout and each stage at least once by default."""
     for number, trainer in enumerate(WORKFLOWS):
         for stage in range(3):
-            marks = [] if stage == number % 3 else [pytest.mark.matrix]
+            quick = stage == number % 3 and trainer not in ("kto", "prm")
+            marks = [] if quick else [pytest.mark.matrix]
             yield pytest.param(trainer, stage, marks=marks)
 
 
@@ -166,9 +167,19 @@ OPTIONS = {
 }
 
 
+MORE_OPTIONS = (
+    "LoRA", "LoRA and a reference by its adapter", "a live reference", "a cached reference",
+    "recomputed products", "the optimizer on the CPU",
+)  # fmt: skip
+"""What the others, and the workflow `dpo` with its defaults, prove too; and a slow one."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.matrix] if "CPU" in name else []) for name in OPTIONS],
+    [
+        pytest.param(name, marks=pytest.mark.matrix) if name in MORE_OPTIONS else name
+        for name in OPTIONS
+    ],
 )
 def test_the_curve_under_a_tensor_axis_is_the_same_with_other_settings(
     name: str, one: Ranks, two: Ranks, tmp_path: Path
@@ -245,19 +256,21 @@ TRAINED = {
 }
 
 
+QUICK_MOVES = (
+    *((move, "all weights") for move in MOVES if "by" not in move),
+    ("two parts to two rows", "LoRA"),
+)
+ALL_MOVES = (
+    *((move, trained) for trained in ("all weights", "LoRA") for move in MOVES),
+    *(("two parts to two rows", trainer) for trainer in WORKFLOWS if trainer != "sft"),
+)
+
+
 @pytest.mark.parametrize(
     ("move", "trained"),
     [
-        *(
-            pytest.param(move, trained, marks=[pytest.mark.matrix] if "by" in move else [])
-            for trained in ("all weights", "LoRA")
-            for move in MOVES
-        ),
-        *(
-            pytest.param("two parts to two rows", trainer, marks=pytest.mark.matrix)
-            for trainer in WORKFLOWS
-            if trainer != "sft"
-        ),
+        case if case in QUICK_MOVES else pytest.param(*case, marks=pytest.mark.matrix)
+        for case in ALL_MOVES
     ],
 )
 def test_a_run_continues_at_another_tensor_size(

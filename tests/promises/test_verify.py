@@ -169,7 +169,7 @@ def test_lost_gradients_of_zero_2_are_named_with_the_change_that_shows_them(chec
     assert lines[-1] == "the curve differs, resume exact"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
 def test_a_moment_that_is_not_restored_is_named(check: Any, dtype: str) -> None:
     code, lines = check("--model.dtype", dtype, fault=forgotten_moment)
     assert code == 1, lines

@@ -4,25 +4,34 @@ from rlhf.commands.main import main
 from rlhf.config.source_names import is_local
 from rlhf.config.structure import section_class, setting_name
 from rlhf.folder.disk import write_file
-from rlhf.folder.recorded import Curve, Recorded, is_run, model_folder, read_newest, read_run
-from rlhf.folder.run_folder import EXTRA_FILE
+from rlhf.folder.run_folder import EXTRA_FILE, is_running, model_folder, read_json, read_lines
 from rlhf.folder.template import filled, number, print_table
+from rlhf.launch.caches import cache_root
 from rlhf.launch.proxies import is_local_host
-from rlhf.registry.installed import NotInstalled
+from rlhf.registry.installed import (
+    NotInstalled,
+    find_backend,
+    installed,
+    is_satisfied,
+    known_plugins,
+)
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import flow, leaves, load_yaml, parse_yaml
 
 __all__ = [
     "EXTRA_FILE",
-    "Curve",
     "NotInstalled",
-    "Recorded",
     "Request",
+    "cache_root",
     "filled",
+    "find_backend",
     "flow",
+    "installed",
     "is_local",
     "is_local_host",
-    "is_run",
+    "is_running",
+    "is_satisfied",
+    "known_plugins",
     "leaves",
     "load_yaml",
     "main",
@@ -30,8 +39,8 @@ __all__ = [
     "number",
     "parse_yaml",
     "print_table",
-    "read_newest",
-    "read_run",
+    "read_json",
+    "read_lines",
     "section_class",
     "setting_name",
     "write_file",

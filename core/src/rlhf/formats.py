@@ -9,6 +9,8 @@ at once, and calls the function with their token ids; it returns a `Row`, which 
 from rlhf.data.columns import Columns, has, missing_columns, shown, type_name
 from rlhf.data.encode import Encoded, Rendered
 from rlhf.data.example import Answer
+from rlhf.data.images import BadImage, ImageReader, RowImages, TreeImages
+from rlhf.data.messages import as_messages
 from rlhf.data.tokens import (
     Reader,
     Row,
@@ -23,12 +25,17 @@ from rlhf.data.tokens import (
 
 __all__ = [
     "Answer",
+    "BadImage",
     "Columns",
     "Encoded",
+    "ImageReader",
     "Reader",
     "Rendered",
     "Row",
+    "RowImages",
+    "TreeImages",
     "Unencoded",
+    "as_messages",
     "has",
     "join_paths",
     "missing_columns",

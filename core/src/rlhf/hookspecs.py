@@ -228,9 +228,9 @@ class BackendHooks:
     def build_optimizer(
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
     ) -> Optimizer:
-        """Return the optimizer of `groups` (`{"params": [...], "weight_decay": float}`), the
-        trained parameters of `model`, with the learning rate `optim.lr`. The run prints its
-        `notes`, a list of lines, if it has any."""
+        """Return the optimizer of `groups` (`{"params": [...], "weight_decay": float, "lr":
+        float}`), the trained parameters of `model`. The run prints its `notes`, a list of lines, if
+        it has any."""
 
     @hookspec(firstresult=True)
     def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
@@ -271,18 +271,19 @@ class BackendHooks:
         their place again; nobody writes into them. Every rank takes all buckets. Collective."""
 
     @hookspec(firstresult=True)
-    def mix_weights(self, engine: Engine, source: Engine, share: float) -> bool:
-        """Set each weight of `engine` to `share` times that of `source` plus `1 - share` times its
-        own.
+    def mix_weights(
+        self, engine: Engine, source: Engine, share: float, names: Mapping[str, str]
+    ) -> bool:
+        """Set each weight of `engine` in `names` to `share` times that of `source` which it names
+        plus `1 - share` times its own.
 
-        `engine` is not trained. Both have the same model, each divided in its own way. Only one
-        parameter is whole at a time. Returns True. Collective."""
+        It is not trained. Both have one shape, perhaps two dtypes, each divided in its own way;
+        `source` may be `engine`. One parameter is whole at a time. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Return the context in which `engine.module.model.generate` can be called on every rank.
-
-        Collective."""
+        """Return the context in which every rank can write answers with the engine's model, by
+        forwards with a cache or `generate`. Collective."""
 
     @hookspec(firstresult=True)
     def offload_states(self, engine: Engine, kinds: Collection[StateKind]) -> int:
@@ -348,7 +349,9 @@ class ObserverHooks:
 
         Each has `row` (file and line), `prompt` (text) and `answers` (list of texts that the model
         wrote). A trainer that scores answers gives those of the row, and `scores`: for each answer
-        a number, or a list of numbers, such as one per step."""
+        a number, or a list of numbers, such as one per step. An on-policy trainer gives answers of
+        the evaluation with the highest and the lowest rewards, which are their `scores`, and in
+        `which` the place of the answer, such as `lowest reward 1`."""
 
     @hookspec
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:

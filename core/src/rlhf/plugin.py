@@ -4,6 +4,7 @@ transformers."""
 import math
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -27,9 +28,11 @@ __all__ = [
     "CommandPlugin",
     "Config",
     "DataConfig",
+    "DemoPlugin",
     "ExtensionPlugin",
     "FormatPlugin",
     "KernelsPlugin",
+    "MediaPlugin",
     "ModelConfig",
     "ObserverPlugin",
     "OptimConfig",
@@ -166,11 +169,38 @@ class FormatPlugin:
 
 @documented
 @frozen(kw_only=True)
+class DemoPlugin:
+    """Rows and a small model, found under `rlhf.demos`: `demo:NAME` as a path of data or models."""
+
+    rows: Callable[[str, str], list[dict[str, Any]]]
+    """`rows(split, format)` returns the rows of `train` or `eval` in a row format."""
+    model_folder: Callable[[], Path]
+    """Returns the folder of the model."""
+    settings: Callable[[str], dict[str, Any]]
+    """`settings(trainer)` returns those of a run on the rows for which the user names no model."""
+
+
+@documented
+@frozen(kw_only=True)
 class KernelsPlugin:
     """Fused and compiled layers, found under `rlhf.kernels`."""
 
     kernels: str
     """Import string of the module that implements them, imported when a model is loaded."""
+
+
+@documented
+@frozen(kw_only=True)
+class MediaPlugin:
+    """What reads images, found under `rlhf.media` by the name `images`."""
+
+    reader: str
+    """Import string `module:Class` of a `rlhf.formats.ImageReader`, imported when a row has an
+    image. It is created as `Class(model, tokenizer)`, with the section `model`."""
+    values: str
+    """Import string `module:function`, imported when a step with images is rehearsed. The function
+    returns a context manager of `move(tensor)`, which moves a tensor of a batch to the meta device
+    so that models can read its values there, and those of what they compute of such tensors."""
 
 
 @documented
@@ -182,6 +212,14 @@ class RolloutPlugin:
     engine: str
     """Import string `module:Class` of a `rlhf.rollouts.RolloutEngine`, imported when a run writes
     its first answer."""
+    config: type = NoSettings
+    """The frozen attrs class of its settings, which are `rollouts: {NAME: {SETTING: VALUE}}`. Run
+    folders record them. A resumed run may change them."""
+    check: Callable[[Any], None] | None = None
+    """`check(config)` raises RLHFError for what the engine cannot do. Called before torch is
+    imported."""
+    images: bool = False
+    """Whether `sample` takes `inputs`, which prompts with images have."""
 
 
 def positive(kind: type[Any]) -> Callable[[str], Any]:

@@ -13,16 +13,18 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rlhf.config.sections import DataEntry
+from rlhf.config.sections import DataEntry, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.columns import errors_at, type_name
 from rlhf.data.encode import Encoder, common_prefix
 from rlhf.data.example import Example
 from rlhf.data.files import Source, parse_object
+from rlhf.data.images import Images
 from rlhf.data.order import rounding_on
 from rlhf.data.other_rows import with_our_columns
 from rlhf.data.packing import pack
 from rlhf.data.tokens import Row
+from rlhf.data.trees import blank_arrays
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES
@@ -33,6 +35,7 @@ from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.save import SCORED_BY
 from rlhf.model.stored import damaged_file
+from rlhf.model.task import reads_images
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 
@@ -50,6 +53,11 @@ __all__ = [
 
 MAX_TOKENS = 8192
 """Tokens of a forward pass by default."""
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAA"
+    "D0lEQVR42mNgGAWjgHwAAAJAAAHgTR1EAAAAAElFTkSuQmCC"
+)
+"""A black image."""
 
 
 class Scorer(abc.ABC):
@@ -78,6 +86,8 @@ class Scorer(abc.ABC):
         self._tokens = tokens
         model = exported_model(self.folder, task, dtype=dtype)
         self.tokenizer = exported_tokenizer(folder)
+        self.images = Images(ModelConfig(path=str(folder)), self.tokenizer, None)
+        """Opens the images in messages: data URLs, bytes and images of Pillow, for `encode`."""
         self.config = model.config
         self.device = torch.device(device)
         self.extra = exported_extra(self.folder)
@@ -101,7 +111,18 @@ class Scorer(abc.ABC):
         model can; return how. `longest` is the number of tokens of the longest prompt with an
         answer."""
         engine = BareEngine(module=self.module, device=self.device, precision=self.precision)
-        return choose_path(engine, Mesh(), longest=longest)
+        return choose_path(engine, Mesh(), longest=longest, image=self._pictured())
+
+    def _pictured(self) -> Example | None:
+        """Return a question about an image, if this installation and the model answer any."""
+        if self.task != "sequence" or not reads_images(self.config):
+            return None
+        question = {"role": "user", "content": [{"type": "image", "image": PICTURE}]}
+        try:
+            row = self.encode([question], [[{"role": "assistant", "content": "a"}]])
+        except RLHFError:  # Without a reader of images, requests with images are refused.
+            return None
+        return examples_of([row])[0]
 
     def read(
         self, prompt: Any, answers: Sequence[Any], *, max_tokens: int = MAX_TOKENS
@@ -114,8 +135,7 @@ class Scorer(abc.ABC):
     @torch.no_grad()
     def logits(self, rows: Sequence[Row]) -> list[list[Tensor]]:
         """Return the logits [N, L] of each answer of each of the rows, in one forward pass."""
-        examples = [Example(row.prompt, row.answers) for row in rows]
-        batch = pack(examples, range(len(rows)), round_to=rounding_on(self.device))
+        batch = pack(examples_of(rows), range(len(rows)), round_to=rounding_on(self.device))
         ends = [torch.tensor(own) for row in rows for own in row.columns["ends"]]
         lengths = [length for _, answers in batch.spans for length in answers]
         starts = (batch.answer_end + 1 - torch.tensor(lengths)).tolist()
@@ -132,6 +152,20 @@ class Scorer(abc.ABC):
         if self._tokens is not None:
             head = head.rows(torch.tensor(self._tokens, device=hidden.device))
         return {"logits": head.in_float32().logits(hidden.index_select(0, places).float())}
+
+
+def examples_of(rows: Sequence[Row]) -> list[Example]:
+    """Return the trees of rows with the inputs of their images; if any has some, those of text for
+    the others."""
+    examples = [Example(row.prompt, row.answers) for row in rows]
+    pairs = zip(rows, examples, strict=True)
+    found = [row.images.inputs(example) if row.images else {} for row, example in pairs]
+    known: Mapping[str, Any] = next(filter(None, found), {})
+    arrays = [(name, array.dtype.str, array.shape) for name, array in known.items()]
+    return [
+        evolve(example, inputs=inputs or blank_arrays(arrays, example))
+        for example, inputs in zip(examples, found, strict=True)
+    ]
 
 
 def parts_of(row: Row, max_tokens: int) -> Iterator[Row]:

@@ -2,12 +2,13 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import attrs
 import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import field, frozen, validators
 from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
@@ -16,6 +17,7 @@ from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
+from rlhf.data.packing import prompt_inputs, with_answers
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, ModelShape, Readout
 from rlhf.registry.imports import load_user_object
@@ -24,6 +26,7 @@ T = TypeVar("T")
 
 __all__ = [
     "Answer",
+    "Average",
     "Example",
     "Examples",
     "Loss",
@@ -38,6 +41,8 @@ __all__ = [
     "answer_seeds",
     "encode",
     "load_user_object",
+    "prompt_inputs",
+    "with_answers",
 ]
 
 
@@ -91,9 +96,11 @@ class Sample:
     """Token ids, with the token that ends the answer if it was reached."""
     logprobs: list[float]
     """The log-probability of each token when it was drawn, at the temperature of the draw (at 1
-    for temperature 0)."""
+    for temperature 0); nan for one that was not drawn, since a tool returned it."""
     finished: bool = True
     """Whether the answer has ended itself; if not, it was cut at its largest length."""
+    version: int | None = None
+    """Optimizer steps of the weights that wrote it, if it was drawn ahead (`rollouts.lag`)."""
 
 
 @documented
@@ -109,6 +116,9 @@ class Trainer(abc.ABC):
     chat template writes after its last turn, such as a line break. True for models that are read at
     the end of a whole text. Otherwise the prompt has the tokens of the text that the model
     continues, and the answer its own."""
+    row_sources: Any = None
+    """What decides what `example` returns beside the trainer's settings and modules, such as the
+    JSON schemas of tools: plain data, by which the cache of rows is found."""
     scorer: ClassVar[type[Any] | None] = None
     """The class that opens the exported models as `Scorer(folder, device=device, dtype=dtype)`;
     `rlhf serve` needs it, and finds it by the trainer's name in the exported config.json."""
@@ -195,6 +205,12 @@ class Trainer(abc.ABC):
         """
         return examples
 
+    def draws(self, examples: Sequence[Example], seeds: Sequence[int]) -> Mapping[str, Any]:
+        """Return the arguments with which `rollout` calls `Run.sample` for these examples and seeds
+        in training, by name. With `rollouts.lag: 1`, core has these answers drawn a rollout
+        earlier; trainers that do not define it are refused."""
+        raise NotImplementedError
+
     def needs_rollout(self) -> bool:
         """Return whether core calls `rollout`: by default, whether the class defines it."""
         return type(self).rollout is not Trainer.rollout
@@ -220,6 +236,14 @@ class Trainer(abc.ABC):
         it shows answers that the policy writes instead. Collective."""
         raise NotImplementedError
 
+    def samples(self, number: int) -> Sequence[Mapping[str, Any]]:
+        """Return up to `number` samples of the answers that `rollout` has written to the held-out
+        rows of this evaluation, for `train.samples`: see `on_samples` for their keys.
+
+        Those of rank 0 are shown. A trainer that does not define it shows answers that the policy
+        writes to the first rows, or their scores."""
+        raise NotImplementedError
+
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         """Return metrics that are not a ratio of sums, such as F1, from the totals of a step or an
         evaluation: floats, and lists of floats for sums that have a dimension."""
@@ -237,6 +261,21 @@ class Trainer(abc.ABC):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
+
+
+@documented
+@frozen
+class Average:
+    """A moving average of another parameter in `extra` of `Run.load`, not trained, in float32."""
+
+    value: Tensor
+    """First value."""
+    of: str
+    """The trained parameter."""
+    share: float = field(validator=[validators.ge(0), validators.le(1)])
+    """Its share in each move."""
+    every: int = field(validator=validators.ge(1))
+    """Optimizer steps between two moves."""
 
 
 class Reference(Protocol):
@@ -265,6 +304,8 @@ class Run(Protocol):
     """The device of this rank."""
     steps: int
     """Number of optimizer steps of the whole schedule."""
+    folder: Path | None
+    """The run folder, in which rank 0 may write files of the trainer's own; None in a rehearsal."""
     examples: tuple[Examples, ...]
     """The tokenised rows: those to train on, then the held-out ones if there are any."""
     notes: list[str]
@@ -276,10 +317,11 @@ class Run(Protocol):
         role: str,
         *,
         model: ModelConfig | None = None,
+        lora: bool = False,
         trained: bool = True,
         task: Literal["causal", "sequence", "token"] = "causal",
         labels: int | None = None,
-        extra: Mapping[str, Tensor] | None = None,
+        extra: Mapping[str, Tensor | Average] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
     ) -> Engine:
@@ -292,13 +334,14 @@ class Run(Protocol):
         policy, `model-ROLE/` another.
 
         By default the model is the one of the configuration, with its adapters; pass `model` for
-        another, such as a teacher. `task` is what its head predicts: the vocabulary, scores per
+        another, such as a teacher, and `lora` to give it new adapters as in the section `lora`, if
+        the configuration has one. `task` is what its head predicts: the vocabulary, scores per
         answer, or scores per token; by default it has one of them per answer, or two per token;
         `labels` sets another number. With `dropout=False` the model's own dropout is removed.
 
         `extra` are parameters of the trainer by name, with their first values. A readout gets them
         as `head.extra[name]`. They are trained, sharded, saved and exported with the model, also
-        with an adapter; matrices among them have weight decay.
+        with an adapter; matrices among them have weight decay. They may be averages.
         """
 
     def prepare(
@@ -374,9 +417,11 @@ class Run(Protocol):
         seeds: Sequence[int],
         max_new_tokens: int,
         temperature: float = 1.0,
+        inputs: Sequence[Mapping[str, Any]] = (),
     ) -> list[Sample]:
         """Return an answer to each prompt (token ids), drawn from the engine's distribution at
-        `temperature`; at 0 each token is the most likely one.
+        `temperature`; at 0 each token is the most likely one. In data with images, `inputs` has
+        `prompt_inputs(example)` of the example of each prompt.
 
         An answer ends with a token that ends trained answers, after `max_new_tokens` tokens, or
         when prompt and answer together have `data.max_tokens` tokens or fill the model's table of

@@ -326,12 +326,16 @@ def test_a_blank_system_message_of_sharegpt_is_none() -> None:
         )
 
 
+def reason(medium: str) -> str:
+    images = "only rows that a row format reads may have images"
+    return images if "image" in medium else "models are trained on text and images only"
+
+
 @pytest.mark.parametrize("medium", ["image", "images", "video", "videos", "audio", "audios"])
 def test_a_row_with_media_is_an_error_unless_they_are_empty(medium: str) -> None:
     for value in (["a.png"], "a.png", {"bytes": None, "path": "a.png"}):
         assert refusal("demonstration", {"messages": TALK, medium: value}) == (
-            f"the row has `{medium}`, but models are trained on text only; remove the column or "
-            "the row"
+            f"the row has `{medium}`, but {reason(medium)}; remove the column or the row"
         )
     for empty in (None, [], ""):
         assert read("demonstration", {"messages": TALK, medium: empty})
@@ -351,8 +355,8 @@ def test_a_part_that_is_no_text_is_an_error_even_if_the_template_prints_it(part:
     kind = part.get("type") or "video"
     row = {"messages": [{**USER, "content": [part]}, GOOD]}
     assert refusal("demonstration", row, template) == (
-        f"`content` of message 0 of `messages` has a part of type '{kind}', but models are "
-        "trained on text only; remove the row"
+        f"`content` of message 0 of `messages` has a part of type '{kind}', but {reason(kind)}; "
+        "remove the row"
     )
 
 
@@ -366,7 +370,7 @@ def test_a_part_that_is_no_text_is_an_error_even_if_the_template_prints_it(part:
     ],
 )
 def test_a_placeholder_of_media_is_an_error(text: str, shown: str) -> None:
-    end = f"has the placeholder {shown}, but models are trained on text only; remove the row"
+    end = f"has the placeholder {shown}, for which the row has no image; remove the row"
     row: dict[str, Any] = {"messages": [{**USER, "content": text}, GOOD]}
     assert refusal("demonstration", row) == f"message 0 of `messages` {end}"
     row = {"prompt": text, "completion": "one"}

@@ -1,10 +1,11 @@
 """Packed batches against a plain loop over every path, and the way through a worker process."""
 
+import attrs
 import numpy as np
 import pytest
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.packing import filler, pack
+from rlhf.data.packing import divided, filler, pack, prompt_inputs, with_answers
 
 NAN = float("nan")
 PAIR = Example(
@@ -106,3 +107,86 @@ def test_a_filler_has_tokens_and_empty_values_but_no_examples() -> None:
 def test_extra_inputs_follow_each_other() -> None:
     rows = [Example([1], [Answer([2])], {}, {"pixels": [[float(n)]]}) for n in range(2)]
     assert pack(rows, [0, 1]).inputs["pixels"].tolist() == [[0.0], [1.0]]
+
+
+def pictured(prompt: list[int], *answers: list[int], rows: list[int]) -> Example:
+    """An example with so many rows of pixels for its prompt and each answer, of two numbers each,
+    the first of which is the number of the row."""
+    pixels = [[float(n), 1.0] for n in range(sum(rows))]
+    tokens = sum(map(len, [prompt, *answers]))
+    return Example(
+        prompt,
+        [Answer(answer) for answer in answers],
+        {},
+        {
+            "pixels": np.array(pixels, np.float32).reshape(-1, 2),
+            "token_type_ids": np.ones(tokens, np.int64),
+            "segment_rows": np.array(rows)[:, None],
+        },
+    )
+
+
+TEXT = pictured([1, 2], [3], rows=[0, 0])
+PICTURED = [TEXT, pictured([1, 2, 3], [4], [5, 6], rows=[1, 0, 2]), pictured([8], [9], rows=[1, 0])]
+
+
+def test_rows_of_inputs_are_counted_for_each_prompt_and_answer() -> None:
+    batch = pack(PICTURED, [1, 0], round_to=4)
+    assert batch.inputs["pixels"].tolist() == [[0.0, 1.0], [1.0, 1.0], [2.0, 1.0]]
+    assert batch.input_rows == {"pixels": (1, 0, 2, 0, 0)}
+    assert batch.inputs["token_type_ids"].tolist() == [1] * 9 + [0] * 3
+    assert (len(batch.tokens), batch.blank) == (12, 0)
+
+
+def test_a_batch_without_images_gets_the_smallest_example_with_images_as_its_blank() -> None:
+    batch = pack(PICTURED, [0, 0])
+    assert batch.tokens.tolist() == [1, 2, 3, 1, 2, 3, 8, 9]
+    assert batch.example.tolist() == [0, 0, 0, 1, 1, 1, -1, -1]
+    assert (batch.num_tokens, batch.blank, len(batch.predict)) == (6, 2, 2)
+    assert batch.input_rows == {"pixels": (0, 0, 0, 0, 1)}
+    empty = pack(PICTURED, [], round_to=4)
+    assert empty.tokens.tolist() == [8, 9, 0, 0]
+    assert empty.example.tolist() == [-1] * 4
+    assert (empty.spans, empty.blank, empty.input_rows) == ((), 2, {"pixels": (1,)})
+
+
+def test_without_any_image_a_batch_has_no_inputs() -> None:
+    for batch in (pack([TEXT], [0]), pack([TEXT], [])):
+        assert (batch.inputs, batch.input_rows, batch.blank) == ({}, {}, 0)
+
+
+def test_inputs_of_different_shapes_end_in_zeros() -> None:
+    rows = [Example([1], [Answer([2])], {}, {"x": np.ones((1, n, 3 - n))}) for n in (1, 2)]
+    assert pack(rows, [0, 1]).inputs["x"].tolist() == [
+        [[1.0, 1.0], [0.0, 0.0]],
+        [[1.0, 0.0], [1.0, 0.0]],
+    ]
+
+
+def test_the_inputs_of_a_prompt_go_on_after_its_largest_position() -> None:
+    positions = np.array([[0, 0, 0], [1, 1, 1], [1, 1, 2], [3, 3, 3], [4, 4, 4], [5, 5, 5]])
+    example = pictured([1, 2, 3], [4], [5, 6], rows=[1, 0, 2])
+    example.inputs["position_ids"] = positions  # type: ignore[index]
+    found = prompt_inputs(example, 2)
+    assert found["pixels"].tolist() == [[0.0, 1.0]]
+    assert found["token_type_ids"].tolist() == [1, 1, 1, 0, 0]
+    assert found["position_ids"][:, 2].tolist() == [0, 1, 2, 3, 4]
+    assert "segment_rows" not in found
+    assert prompt_inputs(Example([1], [Answer([2])]), 3) == {}
+
+
+def test_each_of_several_new_answers_follows_the_prompt_with_its_images() -> None:
+    own = pictured([1, 2, 3], [4], [5, 6], rows=[1, 0, 2])
+    inputs = own.inputs | {"position_ids": np.array([0, 4, 1, 3, 4, 5])[:, None]}
+    example = attrs.evolve(own, inputs=inputs)
+    made = with_answers(example, [Answer([7, 8]), Answer([9])], {"reward": [0.0, 1.0]})
+    assert made.inputs["position_ids"][:, 0].tolist() == [0, 4, 1, 5, 6, 5]
+    assert made.inputs["token_type_ids"].tolist() == [1, 1, 1, 0, 0, 0]
+    assert (made.inputs["pixels"].tolist(), made.values) == ([[0.0, 1.0]], {"reward": [0.0, 1.0]})
+    # Beside a row with images in its answers, and divided, each part with the prompt's images.
+    batch = pack([own, made], [0, 1])
+    assert batch.input_rows == {"pixels": (1, 0, 2, 1, 0, 0)}
+    parts = divided(made, 5)
+    assert [len(part.inputs["token_type_ids"]) for part in parts] == [5, 4]
+    assert [part.inputs["position_ids"][-1].tolist() for part in parts] == [[6], [5]]
+    assert all(part.inputs["pixels"].tolist() == [[0.0, 1.0]] for part in parts)

@@ -31,7 +31,10 @@ def test_trees_values_and_counts_are_read_back_unchanged(tmp_path: Path) -> None
         [-1, 1, 0.5],
         [-1],
     ]
-    assert tree.inputs == {"pixels": [[2]], "image": [[1.0, 1.0]]}
+    assert {name: array.tolist() for name, array in tree.inputs.items()} == {
+        "pixels": [[2]],
+        "image": [[1.0, 1.0]],
+    }
     assert examples.value_kinds == {"label": "token", "margin": "example", "rank": "answer"}
     assert {name: count.tolist() for name, count in examples.counts.items()} == {
         "examples": [1, 1, 1],

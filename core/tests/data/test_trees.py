@@ -29,6 +29,15 @@ def test_lists_of_a_chunk_may_have_more_than_2_to_the_31_entries(file: TreeFile)
     assert {file._chunks[0][name][0].dtype for name in LISTS} == {np.dtype(np.int64)}
 
 
+def test_a_rollout_that_an_earlier_version_has_saved_is_read(tmp_path: Path) -> None:
+    example = Example([1, 2], [Answer([3, 4], [True, False])], {"reward": [0.5]})
+    table = to_table([tree(example)]).drop_columns(["arrays", "files", "images"])
+    write(table, tmp_path / "rollout.arrow")
+    (found,) = iter(TreeFile(tmp_path / "rollout.arrow"))
+    assert [*found.prompt, *found.answers[0].tokens] == [1, 2, 3, 4]
+    assert list(found.values["reward"]) == [0.5]
+
+
 def test_reading_imports_no_pandas(file: TreeFile, tmp_path: Path) -> None:
     (tmp_path / "pandas.py").write_text("raise SystemExit('imported')\n")
     program = (
@@ -117,6 +126,3 @@ def test_columns_are_kept_and_part_of_the_content_only(tmp_path: Path) -> None:
         digests.add(file.digest())
         contents.add(file.content)
     assert (len(digests), len(contents)) == (1, 3)
-    # As an earlier version wrote the examples of a rollout.
-    write(table.drop_columns(["columns"]), path)
-    assert TreeFile(path)[0].columns == {}

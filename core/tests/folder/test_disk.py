@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlhf.errors import RLHFError
-from rlhf.folder.disk import new_folder, write_file, write_whole, writing
+from rlhf.folder.disk import new_folder, write_file, write_speed, write_whole, writing
 
 
 def write_text() -> None:
@@ -279,3 +279,8 @@ def test_a_file_is_replaced_in_one_move(tmp_path: Path) -> None:
     write_whole(tmp_path / "config.yaml", "a: 2")
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "a: 2"
+
+
+def test_the_speed_of_a_folder_that_does_not_exist_yet_is_that_of_its_disk(tmp_path: Path) -> None:
+    assert write_speed(tmp_path / "runs" / "first") > 1e6
+    assert list(tmp_path.iterdir()) == []

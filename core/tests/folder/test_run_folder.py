@@ -410,9 +410,14 @@ def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: 
         folder.append("metrics.jsonl", {"step": step, "loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "lo')
+    rollouts = tmp_path / "rollouts"
+    rollouts.mkdir()
+    for name in ("1", "3", "eval-2", "eval-3", "3-copy"):
+        (rollouts / f"{name}.arrow").touch()
     folder.cut(2, evaluated=True)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert sorted(path.stem for path in rollouts.iterdir()) == ["1", "3-copy", "eval-2"]
     folder.close()
 
 

@@ -233,4 +233,12 @@ def test_the_estimate_of_an_on_policy_run_has_full_micro_batches(
 ) -> None:
     fit = rolling_fit([*words, "--data.max_tokens", max_tokens], GIB)
     assert tokens - 150 < fit.rehearsed.tokens < tokens + ROUND_ON_ACCELERATOR
-    assert fit.rehearsed.accumulates == accumulates
+    assert fit.rehearsed.most.accumulates == accumulates
+
+
+def test_a_step_of_a_rollout_is_counted_with_its_answers(words: list[str]) -> None:
+    rows = rolling_fit([*words, "--data.max_tokens", "1000", "--batch.tokens", "1000"], 64 * GIB)
+    assert rows.examples[0].lengths.mean() * 4 < 1000
+    picked, why = chosen(rows)
+    assert picked.tokens == 4000
+    assert "about 1 micro-batch per step instead of 4" in why

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
@@ -24,7 +25,7 @@ from rlhf.launch.places import Marker
 from rlhf.memory import choice
 from rlhf.memory.choice import advice, memory_error
 from rlhf.memory.estimate import CountedStep, Estimate, LiveBytes, count_step
-from rlhf.memory.rehearsal import STRICT
+from rlhf.memory.rehearsal import STRICT, largest_made
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
@@ -289,6 +290,18 @@ def test_values_of_a_rollout_are_in_the_step_that_is_counted(words: list[str]) -
     assert step.step.activations > 0
 
 
+def test_the_parts_of_a_divided_example_are_micro_batches() -> None:
+    made = Example([0] * 100, [Answer([0] * 500)] * 6)
+    batch = SimpleNamespace(size=8, budget=1200)
+    order: Any = SimpleNamespace(config=SimpleNamespace(batch=batch), ranks=8, round_to=1)
+    largest = largest_made(order, made)
+    # Two answers to a prompt at a time.
+    assert (len(largest.loss.tokens), largest.loss.num_answers) == (1200, 2)
+    assert largest.accumulates
+    batch.budget = 3100
+    assert not largest_made(order, made).accumulates
+
+
 class Judged(TwoModels):
     """A loss with values that a frozen model has computed."""
 
@@ -465,3 +478,16 @@ def test_a_rehearsal_draws_no_random_numbers_and_writes_no_file(words: list[str]
     assert fit.estimate is not None
     assert torch.equal(torch.randn(3), expected), "it must not draw from the generators"
     assert not Path(fit.config.output or "").exists()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_images_are_a_part_of_the_peak(accumulates: bool) -> None:
+    step = CountedStep(40 * GIB, ((45 * GIB, 0, 0),), total=3, images=6 * GIB)
+    estimate = attrs.evolve(ESTIMATE, accumulates=accumulates, step=step, images=2 * GIB)
+    assert estimate.peak == attrs.evolve(ESTIMATE, accumulates=accumulates).peak + 2 * GIB
+    assert sum(estimate.parts().values()) == estimate.peak
+    assert "activations 34.0, head 5.0, images 8.0 (16,384 tokens at once)" in str(estimate)
+    # The images of a step are on the device when its gradients are complete, too.
+    update = attrs.evolve(estimate, step=CountedStep(GIB, ((GIB, 0, 0),), total=3))
+    assert sum(update.parts().values()) == update.peak == 38 * GIB
+    assert "optimizer's step 9.0, images 2.0" in str(update)

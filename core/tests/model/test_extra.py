@@ -45,6 +45,21 @@ def load(path: str, labels: int | None = 5, **sections: Any) -> PackedModel:
     return load_model(spec, plan=plan, mesh=Mesh(), hooks=hooks).eval()
 
 
+def test_an_average_is_in_float32_in_16_bits_and_is_exported_like_the_others(
+    base: str, tmp_path: Path
+) -> None:
+    spec = ModelSpec(config=config_of(base), extra=EXTRA, averages=["mixing"])
+    plan, hooks = Plan(precision="bf16"), cast(Any, WholeWeights())
+    module = load_model(spec, plan=plan, mesh=Mesh(), hooks=hooks)
+    found = {name: (value.dtype, value.requires_grad) for name, value in module.extra.items()}
+    assert found == {
+        "thresholds": (torch.bfloat16, True), "mixing": (torch.float32, False)
+    }  # fmt: skip
+    written = exported_extra(export(module, tmp_path / "model"))
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    assert torch.equal(written["mixing"], torch.eye(2, dtype=torch.bfloat16))
+
+
 def export(module: PackedModel, folder: Path) -> Path:
     """Change what is trained, and write it as a run does."""
     torch.manual_seed(3)

@@ -11,7 +11,7 @@ from small_models import config_of, empty, load
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from rlhf.config.sections import LoraConfig
+from rlhf.config.sections import LoraConfig, OptimConfig
 from rlhf.model.shape import shape_of
 from rlhf.model.trainable import parameter_groups
 
@@ -82,7 +82,7 @@ def test_the_shape_and_the_optimizer_know_what_is_in_fp32(tmp_path: Path) -> Non
     )
     shape = shape_of(module)
     assert shape.fp32 == shape.fp32_trainable == routers > 0
-    groups = parameter_groups(module, 0.1)
+    groups = parameter_groups(module, OptimConfig(weight_decay=0.1))
     assert [(group["params"][0].dtype, group["weight_decay"]) for group in groups] == [
         (torch.bfloat16, 0.1),
         (torch.bfloat16, 0.0),

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlhf import sharding
-from rlhf.config.sections import LoraConfig, TrainConfig
+from rlhf.config.sections import LoraConfig, OptimConfig, TrainConfig
 from rlhf.engine import free, is_sharded, register_sharding, whole_shape
 from rlhf.model.shape import shape_of
 from rlhf.model.trainable import parameter_groups
@@ -177,14 +177,14 @@ def test_frozen_parameters_are_left_out_of_the_groups(llama: str) -> None:
     module = load(config_of(llama, model={"freeze": ("*.layers.0.*", "model.embed_tokens.*")}))
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     assert all(".layers.0." in name or "embed_tokens" in name for name in frozen)
-    grouped = sum(len(group["params"]) for group in parameter_groups(module, 0.1))
+    grouped = sum(len(group["params"]) for group in parameter_groups(module, OptimConfig()))
     assert grouped == sum(p.requires_grad for p in module.parameters())
 
 
 def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     module = load(config_of(write_model(tmp_path, config)))
-    decayed, kept = parameter_groups(module, 0.1)
+    decayed, kept = parameter_groups(module, OptimConfig(weight_decay=0.1))
     names = {id(p): name for name, p in module.named_parameters()}
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert all(re.search(r"(wte|wpe|c_\w+)\.weight$", names[id(p)]) for p in decayed["params"])
@@ -196,11 +196,11 @@ def test_weight_decay_of_a_flat_shard_depends_on_its_whole_shape(
 ) -> None:
     monkeypatch.setattr(sharding, "_shardings", [])
     module = load(config_of(llama))
-    whole = [len(group["params"]) for group in parameter_groups(module, 0.1)]
+    whole = [len(group["params"]) for group in parameter_groups(module, OptimConfig())]
     register_sharding(Shards(module.parameters()))
     for parameter in module.parameters():
         parameter.data = torch.empty(0)
-    assert [len(group["params"]) for group in parameter_groups(module, 0.1)] == whole
+    assert [len(group["params"]) for group in parameter_groups(module, OptimConfig())] == whole
 
 
 def test_a_sharded_parameter_is_freed_with_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:

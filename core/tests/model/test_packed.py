@@ -7,7 +7,8 @@ from engines import Shards
 from torch import distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlhf.data.packing import blank_batch
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import blank_batch, pack
 from rlhf.engine import register_sharding
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel
@@ -53,14 +54,14 @@ def test_an_unshared_row_leads_back_to_every_token() -> None:
 def test_padded_groups_hold_no_more_than_their_share() -> None:
     batch = batch_of(SPANS)
     groups, _ = padded_rows(batch, most=15)
-    assert [group.shape for group in groups] == [(2, 7), (2, 5)]
-    assert [len(group) for group in padded_rows(batch, most=0)[0]] == [1, 1, 1, 1]
+    assert [group.tokens.shape for group in groups] == [(2, 7), (2, 5)]
+    assert [len(group.tokens) for group in padded_rows(batch, most=0)[0]] == [1, 1, 1, 1]
 
 
 def test_padded_rows_lead_back_to_every_token() -> None:
     batch = batch_of(SPANS)
     groups, back = padded_rows(batch, most=15)
-    flat = torch.cat([group.flatten() for group in groups])
+    flat = torch.cat([group.tokens.flatten() for group in groups])
     assert torch.equal(flat[back][:-2], batch.tokens[:-2])
 
 
@@ -103,3 +104,22 @@ def test_a_row_in_whole_blocks_holds_the_same_trees() -> None:
     assert torch.equal(row.tokens[: len(batch.tokens)], batch.tokens)
     assert row.example[len(batch.tokens) :].tolist() == [-1] * (128 - len(batch.tokens))
     assert rounded_up(row, BLOCK) is row
+
+
+def test_padded_groups_without_images_get_a_copy_of_a_row_with_images() -> None:
+    pixels = {"pixels": torch.ones(1, 1)}
+    text = {"pixels": torch.ones(0, 1)}
+    examples = [
+        Example([1] * 6, [Answer([2])], {}, text),
+        Example([7], [Answer([8, 9])], {}, pixels),
+    ]
+    batch = pack(examples, [0, 1])
+    groups, back = padded_rows(batch, most=7)
+    assert [group.tokens.tolist() for group in groups] == [
+        [[1, 1, 1, 1, 1, 1, 2], [7, 8, 9, 0, 0, 0, 0]],
+        [[7, 8, 9]],
+    ]
+    assert [group.inputs["pixels"].shape for group in groups] == [(1, 1), (1, 1)]
+    flat = torch.cat([group.tokens.flatten() for group in groups])
+    assert torch.equal(flat[back], batch.tokens)
+    assert back[7:].tolist() == [14, 15, 16]

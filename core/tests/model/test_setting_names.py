@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.model.setting_names import setting_with
 from rlhf.registry.gateway import build_gateways
 from rlhf.train.context import RunContext
 from rlhf_devkit.plain import PlainBackend
@@ -43,6 +44,22 @@ def run_of(policy: str, reward_model: str = "") -> RunContext:
     )
     hooks, _ = build_gateways(PlainBackend())
     return RunContext(config=config, tokenizer=None, mesh=Mesh(), hooks=hooks, steps=1, longest=8)
+
+
+def test_a_folder_in_a_list_of_sections_has_the_name_of_the_list() -> None:
+    @attrs.frozen
+    class Listed:
+        rewards: tuple[PPOConfig, ...] = ()
+
+    @attrs.frozen(kw_only=True)
+    class ListedConfig(Config):
+        trainer_name: ClassVar[str] = "own"
+
+        own: Listed
+
+    config = ListedConfig(own=Listed((PPOConfig(), PPOConfig(reward_model="runs/rm"))))
+    assert setting_with(config, "runs/rm") == "own.rewards.reward_model"
+    assert setting_with(config, "runs/other") == ""
 
 
 def classifier(folder: Path) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import config_of, empty, load
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from rlhf.config.sections import LoraConfig
+from rlhf.config.sections import LoraConfig, OptimConfig
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError, listed
 from rlhf.model.load import load_model
@@ -151,7 +151,7 @@ def test_text_is_packed_and_has_the_models_own_logprobs(tmp_path: Path, name: st
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_text_does_not_reach_is_frozen_and_exported(tmp_path: Path, name: str) -> None:
     module = opened(written(tmp_path / "base", name))
-    trained = {p for group in parameter_groups(module, 0.1) for p in group["params"]}
+    trained = {p for group in parameter_groups(module, OptimConfig()) for p in group["params"]}
     frozen = [n for n, p in module.causal.named_parameters() if p not in trained]
     assert frozen
     assert all(any(part in name for part in TOWERS) for name in frozen)

@@ -24,6 +24,7 @@ from rlhf.train.context import RunContext
 from rlhf.train.exporting import whole_weights, write_weights
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 from rlhf.train.introduction import depends_on_layout
+from rlhf.trainer import Average
 from rlhf_distill import Mixture, distil
 from rlhf_distill.distributions import forward_kl
 
@@ -265,6 +266,37 @@ def test_a_reference_that_moved_is_saved_and_restored_to_the_last_bit(
     later.hooks.load_checkpoint(engine=later.followers[0].engine, saved=saved)
     found = weights(later.roles["reference"].engine)
     assert all(torch.equal(found[name], moved[name]) for name in moved)
+
+
+def test_an_average_follows_its_source_and_is_not_trained(folder: Path) -> None:
+    first = torch.ones(3)
+    slow = Average(first, of="fast", share=0.25, every=2)
+    run = make_run(folder, extra={"fast": first, "slow": slow})
+    (follower,) = run.followers
+    extra = run.roles["policy"].engine.module.extra
+    assert (extra["fast"].requires_grad, extra["slow"].requires_grad) == (True, False)
+    extra["fast"].data.add_(2)
+    follower.after_step(1)
+    assert extra["slow"].tolist() == [1.0, 1.0, 1.0]
+    follower.after_step(2)
+    assert extra["slow"].tolist() == [1.5, 1.5, 1.5]
+    assert extra["fast"].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_an_average_of_no_trained_parameter_or_of_another_shape_is_refused(folder: Path) -> None:
+    slow = Average(torch.ones(3), of="fast", share=0.25, every=2)
+    others: list[dict[str, Any]] = [{}, {"fast": torch.ones(2)}, {"fast": slow}]
+    for other in others:
+        with pytest.raises(RLHFError) as error:
+            make_run(folder, extra={"slow": slow, **other})
+        assert str(error.value) == (
+            "run.load(): the average 'slow' is of 'fast', which is not a trained extra parameter "
+            "of its shape; correct its name or shape"
+        )
+    with pytest.raises(ValueError, match=r"'share' must be <= 1: 1\.5"):
+        Average(torch.ones(3), of="fast", share=1.5, every=2)
+    with pytest.raises(ValueError, match="'every' must be >= 1: 0"):
+        Average(torch.ones(3), of="fast", share=0.5, every=0)
 
 
 def test_dropout_is_removed_except_that_of_the_adapter(folder: Path) -> None:

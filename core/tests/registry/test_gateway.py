@@ -440,3 +440,10 @@ def test_the_configuration_names_backend_extensions_and_observers(
         "extension 'lod' is not installed (did you mean 'loud'?); "
         "available: broken (rlhf-ears 1.0), loud (rlhf-ears 1.0)"
     )
+
+
+def test_a_backend_may_leave_out_what_it_finds_on_this_machine() -> None:
+    hooks, _ = build_gateways(backend(without="diagnose"))
+    assert hooks.diagnose() == ()
+    hooks, _ = build_gateways(backend())
+    assert hooks.diagnose()[0] == "diagnose"

@@ -185,6 +185,15 @@ def test_values_of_a_wrong_type_are_refused_and_not_converted(
     assert problems(f"--{name}", value) == [f"{name}: {message}"]
 
 
+def test_a_rate_belongs_to_a_part_of_a_model_and_is_above_0(toy: Path) -> None:
+    assert problems("--optim.part_lr", "{tower: 1e-5}") == [
+        "optim.part_lr: 'tower' is not projector or vision"
+    ]
+    assert problems("--optim.part_lr", "{vision: 0}") == [
+        "optim.part_lr: the rate of vision must be > 0: 0.0"
+    ]
+
+
 def test_settings_of_an_entry_are_refused_outside_of_it(toy: Path) -> None:
     assert problems("--data", "{path: a.jsonl, columns: {prompt: question}}", given=GIVEN[:2]) == [
         "data.path: unknown setting; it belongs in an entry of data.train",

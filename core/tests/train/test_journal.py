@@ -65,6 +65,19 @@ def test_the_time_of_an_evaluation_is_not_that_of_steps(
     assert diary._pending[1].keys() <= CORE_METRICS
 
 
+def test_notes_of_the_evaluation_at_the_start_are_printed(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diary = session.journal
+    diary.folder = RunFolder(tmp_path / "shown", fresh=True)
+    diary.start()
+    diary.notes.append("rollouts   a server")
+    diary.start_steps(0)
+    assert capsys.readouterr().out == "rollouts   a server\n"
+    diary.step(result(session.train_order, 0, MOVED))
+    assert capsys.readouterr().out == ""
+
+
 def test_steps_that_the_loss_scaler_skipped_are_counted_over_a_resume(session: Session) -> None:
     skipped = StepOutcome(moved=False, grad_norm=float("inf"), skipped_by_scaler=True)
     for number, outcome in enumerate((skipped, MOVED, skipped)):

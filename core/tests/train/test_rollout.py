@@ -1,6 +1,6 @@
 """The door for on-policy methods: what a trainer makes of a step is laid out and packed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import asdict
 
-from rlhf.config.sections import BatchConfig, Config, TrainConfig
+from rlhf.config.sections import BatchConfig, Config, RolloutsConfig, TrainConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.layout import groups_by_length
 from rlhf.data.order import RunOrder
@@ -18,8 +18,10 @@ from rlhf.data.packing import divided
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
+from rlhf.train.ahead import Ahead
 from rlhf.train.rollout import FILE, Rollouts
-from rlhf.trainer import answer_seeds
+from rlhf.train.set_up import check_rollouts
+from rlhf.trainer import Sample, Trainer, answer_seeds
 
 
 class Rows(list[Example]):
@@ -58,8 +60,11 @@ def order(rank: int = 0, *, tokens: int = 16, num_rows: int = 4, ranks: int = 2)
     return RunOrder(examples=given, config=config, rank=rank, ranks=ranks)
 
 
-def rollouts(trainer: Any, rank: int = 0, **options: int) -> Rollouts:
-    return Rollouts(trainer, order(rank, **options), Mesh(), Marker(None, 0))
+def rollouts(trainer: Any, rank: int = 0, lag: int = 0, **options: int) -> Rollouts:
+    rows = order(rank, **options)
+    config = attrs.evolve(rows.config, rollouts=RolloutsConfig(lag=lag))
+    ahead = Ahead(getattr(trainer, "begin", None))  # type: ignore[arg-type]
+    return Rollouts(trainer, attrs.evolve(rows, config=config), Mesh(), Marker(None, 0), 18, ahead)
 
 
 def test_new_examples_are_laid_out_and_packed() -> None:
@@ -88,12 +93,19 @@ def test_the_sum_of_a_value_per_example_or_answer_is_a_count_of_the_step() -> No
     answers = [Answer([1, 2]), Answer([3])]
     label = [[0.5, 0.5], [0.5]]
     made = [
-        Example([9], answers, {"tokens": 7.0, "solved": solved, "kept": [1.0, kept], "mark": label})
+        Example([9], answers, {"solved": solved, "kept": [1.0, kept], "mark": label})
         for solved, kept in ((1.0, 0.0), (0.0, 1.0))
     ]
     plan, _ = order(ranks=1).step_of(made, np.arange(2))
     counts = {"examples": 2.0, "answers": 4.0, "tokens": 6.0, "labels": 6.0}
     assert plan.totals == {**counts, "solved": 1.0, "kept": 3.0}
+
+
+@pytest.mark.parametrize("value", [7.0, [7.0]])
+def test_a_value_with_the_name_of_a_count_is_an_error(value: Any) -> None:
+    with pytest.raises(RLHFError) as error:
+        order(ranks=1).step_of([Example([9], [Answer([1, 2])], {"tokens": value})], np.arange(1))
+    assert str(error.value) == "rollout() returned a value 'tokens', a count of core; rename it"
 
 
 def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
@@ -200,3 +212,116 @@ def test_prompts_of_like_length_run_together_within_the_budget() -> None:
     assert groups_by_length([5, 11, 6, 10], 22) == [[1, 3], [2, 0]]
     assert groups_by_length([52, 3], 22) == [[0], [1]]
     assert groups_by_length([], 22) == []
+
+
+class Lagging(Doubling):
+    """Notes what is asked of the engine, and when the answers are there."""
+
+    def __init__(self) -> None:
+        super().__init__(batches=2, passes=3)
+        self.events: list[tuple[str, int]] = []
+        """`begin`, `there` or `used`, and the first seed of the rollout."""
+        self.course: Rollouts
+        self.versions: list[int | None] = []
+        """Of the answers of each rollout."""
+
+    def draws(self, examples: Sequence[Example], seeds: list[int]) -> dict[str, Any]:
+        return {"seeds": seeds}
+
+    def begin(self, *, seeds: list[int]) -> Callable[[], list[Sample]]:
+        self.events.append(("begin", seeds[0]))
+
+        def wait() -> list[Sample]:
+            self.events.append(("there", seeds[0]))
+            return [Sample([seed % 100], [-seed / 7]) for seed in seeds]
+
+        return wait
+
+    def rollout(self, examples: Sequence[Example], step: int, seeds: list[int]) -> list[Example]:
+        self.events.append(("used", seeds[0]))
+        samples = self.course.ahead.take(seeds)
+        assert samples is not None
+        assert [it.logprobs for it in samples] == [[-seed / 7] for seed in seeds]
+        self.versions.append(samples[0].version)
+        return super().rollout(examples, step, seeds)
+
+
+def lagging() -> tuple[Lagging, Rollouts]:
+    trainer = Lagging()
+    trainer.course = rollouts(trainer, lag=1, tokens=64, num_rows=8, ranks=1)
+    return trainer, trainer.course
+
+
+def test_with_a_lag_the_step_alone_says_which_weights_write_which_answers(tmp_path: Path) -> None:
+    trainer, course = lagging()
+    plans = [course.step(number)[0].rows.tolist() for number in range(18)]
+    # Rollouts before steps 0, 6, 9 and 15, each with the weights before the one before it.
+    assert [step for step, _ in trainer.calls] == [0, 6, 9, 15]
+    assert trainer.versions == [0, 0, 6, 9]
+    first, second, third, last = (seeds[0] for _, seeds in trainer.calls)
+    # The answers of the next rollout may be under way until it begins. The last one has none.
+    assert trainer.events == [
+        ("begin", first), ("there", first), ("begin", second), ("used", first),
+        ("there", second), ("begin", third), ("used", second),
+        ("there", third), ("begin", last), ("used", third),
+        ("there", last), ("used", last),
+    ]  # fmt: skip
+    for stop in range(1, 18):
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        before, stopped = lagging()
+        for number in range(stop):
+            stopped.step(number)
+        stopped.finish(stop)
+        stopped.save(folder, stop)
+        after, continued = lagging()
+        continued.load(folder, stop)
+        again = [continued.step(number)[0].rows.tolist() for number in range(stop, 18)]
+        assert again == plans[stop:]
+        assert before.versions + after.versions == trainer.versions
+        begun = [seed for kind, seed in before.events + after.events if kind == "begin"]
+        assert begun == [first, second, third, last]
+
+
+def test_answers_ahead_that_no_rollout_asks_for_are_refused() -> None:
+    class Straying(Lagging):
+        def draws(self, examples: Sequence[Example], seeds: list[int]) -> dict[str, Any]:
+            return {"seeds": [seed + 1 for seed in seeds]}
+
+        def rollout(
+            self, examples: Sequence[Example], step: int, seeds: list[int]
+        ) -> list[Example]:
+            assert self.course.ahead.take(seeds) is None
+            return Doubling.rollout(self, examples, step, seeds)
+
+    trainer = Straying()
+    trainer.course = rollouts(trainer, lag=1, tokens=64, num_rows=8, ranks=1)
+    with pytest.raises(RLHFError) as error:
+        trainer.course.step(0)
+    assert str(error.value) == (
+        "step 1: Straying.draws() returned other seeds than rollout() passes to Run.sample; "
+        "return the same"
+    )
+
+
+def test_recorded_answers_are_not_drawn_ahead() -> None:
+    course = rollouts(Doubling(), lag=1, ranks=1)
+    config = attrs.evolve(course.order.config, rollouts=RolloutsConfig(lag=1, replay="runs/1"))
+    # The trainer has no `draws`.
+    attrs.evolve(course, order=attrs.evolve(course.order, config=config)).step(0)
+    with pytest.raises(AttributeError):
+        course.step(0)
+
+
+class Plain(Trainer):
+    """Makes examples without `draws`."""
+
+    example = setup = loss = rollout = None  # type: ignore[assignment]
+
+
+def test_a_lag_is_refused_for_a_trainer_that_does_not_say_what_it_draws() -> None:
+    trainer = Plain(None, None)
+    check_rollouts("mine", trainer, Config())
+    with pytest.raises(RLHFError) as error:
+        check_rollouts("mine", trainer, Config(rollouts=RolloutsConfig(lag=1)))
+    assert str(error.value) == ("rollouts.lag: trainer 'mine' cannot draw answers ahead; remove it")

@@ -23,6 +23,12 @@ LAYOUTS = (
     {"preset": "zero3_offload", "persistence_threshold": 0},
     {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.5, "persistence_threshold": 0},
 )
+SIMILAR = (LAYOUTS[1], *LAYOUTS[4:6])
+"""Layouts that the kit of backends or the other layouts prove too."""
+EACH_LAYOUT = [
+    pytest.param(layout, marks=pytest.mark.matrix) if layout in SIMILAR else layout
+    for layout in LAYOUTS
+]
 FROZEN = ("model.layers.0.up.weight", "model.layers.1.norm.bias")
 
 
@@ -36,7 +42,7 @@ def run(case):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
-@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("settings", EACH_LAYOUT, ids=str)
 def test_two_steps_and_four_more_after_a_resume_are_six(pair, tmp_path, settings, dtype):
     config = configure(DeepSpeedConfig(**settings), dtype=dtype)
     options = {"config": config, "steps": 6, "micro_batches": 2, "frozen": FROZEN}
@@ -50,7 +56,7 @@ def test_two_steps_and_four_more_after_a_resume_are_six(pair, tmp_path, settings
         assert all(torch.equal(weights[name], weights_later[name]) for name in weights)
 
 
-@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("settings", EACH_LAYOUT, ids=str)
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_weights_of_a_checkpoint_are_the_engines(pair, tmp_path, settings, tied):
     config = configure(DeepSpeedConfig(**settings))
@@ -117,15 +123,22 @@ QUICK = {
 }
 
 
+QUICK_OF_ADAPTER = {
+    ("2 ranks, stage 2", "1 rank, stage 0"),
+    ("1 rank, stage 0", "2 ranks, stage 3"),
+}
+
+
 def moves():
-    """All moves from one place to another."""
-    for source, target in itertools.permutations(PLACES, 2):
-        marks = [] if (source, target) in QUICK else [pytest.mark.matrix]
-        yield pytest.param(source, target, marks=marks, id=f"{source} to {target}")
+    """All moves from one place to another, of all weights and of an adapter."""
+    for trained, quick in (("all weights", QUICK), ("adapter", QUICK_OF_ADAPTER)):
+        for source, target in itertools.permutations(PLACES, 2):
+            marks = [] if (source, target) in quick else [pytest.mark.matrix]
+            name = f"{source} to {target}, {trained}"
+            yield pytest.param(source, target, trained == "adapter", marks=marks, id=name)
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "adapter"])
-@pytest.mark.parametrize(("source", "target"), moves())
+@pytest.mark.parametrize(("source", "target", "adapter"), moves())
 def test_a_checkpoint_continues_in_another_layout(tmp_path, source, target, adapter):
     def run_at(place, **options):
         ranks, settings = PLACES[place]

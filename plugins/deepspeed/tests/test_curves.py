@@ -8,10 +8,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from rlhf_devkit.plain import PlainBackend
 from rlhf_devkit.problem import Case, configure, follow, whole_weights
+from rlhf_optim import RoundedAdamW
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import TrainingEngine
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 LAYOUTS = (
     {"stage": 0},
@@ -134,7 +134,17 @@ def test_bf16_keeps_fp32_masters_and_takes_no_extra_step(pair, plain, settings):
     }
 
 
-@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(*STAGES, *LAYOUTS[5:6]),
+        *(
+            pytest.param(settings, marks=pytest.mark.matrix)
+            for settings in (LAYOUTS[4], *LAYOUTS[6:])
+        ),
+    ],
+    ids=str,
+)
 def test_the_scaler_of_fp16_skips_then_follows_the_curve(pair, settings):
     config = configure(DeepSpeedConfig(**settings), dtype="fp16")
     plain = follow(PlainBackend(), Case(config=configure(), steps=12))[0]

@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rlhf_devkit.problem import Case, configure, initial_weights, load
+from rlhf_plugin_deepspeed import prepare
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 
@@ -46,6 +47,8 @@ def held(settings, how):
     whole = bucket[name].clone()
     parts = backend.save_checkpoint(engine).fragments
     saved = [part.values.clone() for part in parts if part.name == name and part.kind == "weight"]
+    # Otherwise one rank may end its groups before the other has joined them.
+    mesh.barrier()
     backend.close_mesh(mesh)
     return whole, saved, [name for name, dtype in dtypes.items() if dtype != torch.bfloat16]
 
@@ -64,3 +67,32 @@ def test_a_weight_in_fp32_stays_there(pair, how, settings):
         assert {part.dtype for part in saved} <= {torch.float32}
         # An adapter's checkpoint has no base.
         assert bool(saved) == (how != "adapter")
+
+
+def buffer_after_a_cast():
+    """The dtype of a buffer in fp32 after DeepSpeed's engine, which casts it as before 0.19.3."""
+    backend = DeepSpeedBackend()
+    case = Case(config=configure(DeepSpeedConfig(stage=1), dtype="bf16"))
+    mesh = backend.setup_mesh(case.config)
+    plan, module = load(backend, case, mesh, "policy", trained=True)
+    value = torch.tensor([1 + 2**-12])
+    module.model.register_buffer("bias", value.clone())
+    initialize = prepare.deepspeed.initialize
+
+    def casting(model, **options):
+        model.model.bias = model.model.bias.bfloat16()
+        return initialize(model=model, **options)
+
+    prepare.deepspeed.initialize = casting
+    try:
+        groups = [{"params": list(module.parameters()), "weight_decay": 0.0}]
+        optimizer = backend.build_optimizer(groups, case.config, plan, module)
+        backend.prepare(module, optimizer, None, "policy", plan, mesh)
+    finally:
+        prepare.deepspeed.initialize = initialize
+    backend.close_mesh(mesh)
+    return torch.equal(module.model.bias, value)
+
+
+def test_a_buffer_that_deepspeed_casts_gets_its_values_back(pair):
+    assert pair.run(buffer_after_a_cast) == [True, True]

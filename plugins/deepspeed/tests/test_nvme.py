@@ -181,7 +181,8 @@ def run_frozen(case, folder):
         results.append(frozen(batch, losses)["loss"].clone())
         with backend.generation_context(engine=frozen):
             results.append(frozen(batch, losses)["loss"].clone())
-        backend.mix_weights(engine=frozen, source=engine, share=0.5)
+        names = {name: name for name, _ in frozen.module.named_parameters()}
+        backend.mix_weights(engine=frozen, source=engine, share=0.5, names=names)
         backend.offload_states(engine=frozen, kinds=("weights",))
         backend.reload_states(engine=frozen, kinds=("weights",))
         results.append(frozen(batch, losses)["loss"].clone())

@@ -78,11 +78,21 @@ def train_both(folder, settings, options, precision):
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [{"frozen": FROZEN}, {"adapter": True}], ids=["frozen weights", "adapter"]
-)
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("settings", STAGES, ids=str)
+TRAINED = {"frozen weights": {"frozen": FROZEN}, "adapter": {"adapter": True}}
+
+
+def cases():
+    """All precisions at all stages; an adapter once at each stage by default."""
+    for trained in TRAINED:
+        for settings in STAGES:
+            for precision in PRECISIONS:
+                quick = trained == "frozen weights" or precision == ("bf16", "fp32")
+                marks = [] if quick else [pytest.mark.matrix]
+                name = f"{settings}-{precision}-{trained}"
+                yield pytest.param(settings, precision, TRAINED[trained], marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("settings", "precision", "options"), cases())
 def test_states_that_move_change_no_bit(pair, tmp_path, settings, precision, options):
     for name in ("stays", "moves"):
         (tmp_path / name).mkdir()

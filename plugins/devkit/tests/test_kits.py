@@ -78,8 +78,8 @@ class Reversed(PlainBackend):
     """Mixes weights by the other share."""
 
     @hookimpl
-    def mix_weights(self, engine: Any, source: Any, share: float) -> Any:
-        return super().mix_weights(engine, source, 1 - share)
+    def mix_weights(self, engine: Any, source: Any, share: float, names: Any) -> Any:
+        return super().mix_weights(engine, source, 1 - share, names)
 
 
 class Sharded(PlainBackend):

@@ -140,9 +140,13 @@ CASES = {
     "two ranks, stage 3, engine": (2, "3", "1024", "engine"),
     "two ranks, stage 3, cache": (2, "3", "192", "cache"),
 }
+MORE = ("two ranks, stage 2, engine", "two ranks, stage 3, engine")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.matrix) if name in MORE else name for name in CASES],
+)
 def test_the_curve_does_not_depend_on_the_hardware(
     name: str,
     curve: tiny.Metrics,
@@ -188,7 +192,9 @@ def test_a_reference_in_shards_may_lie_in_the_hosts_memory(
     assert frozen in text
 
 
-@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.matrix) for stage in ("0", "2")), "3"]
+)
 def test_an_adapters_reference_is_right_at_every_stage(
     stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
@@ -216,7 +222,9 @@ def test_a_reference_moves_after_the_step_that_completes_its_count(
 MOVING = ("--dpo.reference_every", "2", "--dpo.reference_mix", "0.5")
 
 
-@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.matrix) for stage in ("0", "2")), "3"]
+)
 def test_a_reference_that_moves_is_the_same_anywhere_and_resumes_to_the_last_bit(
     stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:

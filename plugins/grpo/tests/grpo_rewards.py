@@ -36,5 +36,10 @@ def until_step_2(completions: Any, trainer_state: Any, **columns: Any) -> list[f
     return [float(early) for _ in completions]
 
 
+def logging(completions: Any, trainer_state: Any, log_metric: Any, **columns: Any) -> list[float]:
+    log_metric("steps_before", trainer_state.global_step)
+    return [float(number % 2) for number, _ in enumerate(completions)]
+
+
 def squared(logprobs: Any, old: Any, drawn: Any, advantages: Any, answer: Any) -> Any:
     return -advantages * logprobs + 0.1 * (logprobs - old + 1).square()

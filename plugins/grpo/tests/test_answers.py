@@ -4,12 +4,15 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlhf.trainer import Example, Sample
-from rlhf_plugin_grpo.answers import Judged, blank_tree, stopped, trees
+from rlhf_plugin_grpo.answers import blank_tree, trees
 from rlhf_plugin_grpo.config import GRPOConfig
+from rlhf_rollouts.judged import Judged
 from rlhf_rollouts.judges import kept_columns, texts_of
 from rlhf_rollouts.rewards import Scores
+from rlhf_rollouts.written import stopped
 
 
 class Letters:
@@ -23,14 +26,17 @@ def sample(text: str, *, finished: bool = False) -> Sample:
     return Sample([*map(ord, text)], [-0.5] * len(text), finished=finished)
 
 
-def made(rewards: list[list[float]], *, trained: bool = True, **settings: Any) -> list[Example]:
+def made(
+    rewards: list[list[float]], *, trained: bool = True, log_ratios: Any = None, **settings: Any
+) -> list[Example]:
     """Two groups of three answers of 2, 4 and 3 tokens; the longest is cut."""
     config = GRPOConfig(answers=3, max_new_tokens=4, **settings)
     group = [sample("ab", finished=True), sample("abcd"), sample("abc", finished=True)]
     flat = np.array(rewards).reshape(-1)
     scores = Scores({"one": flat}, flat, {}, {})
     prompts = [Example([1, 2], [], columns={"prompt": "x"})] * 2
-    return trees(prompts, Judged.of([group, group], scores), config, trained=trained)
+    judged = Judged.of([group, group], scores)
+    return trees(prompts, judged, config, trained=trained, log_ratios=log_ratios)
 
 
 def num_trained(example: Example) -> list[int]:
@@ -81,6 +87,22 @@ def test_long_answers_cost_reward_but_the_metric_is_the_reward() -> None:
     assert first.values["same_reward"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo", "rloo", "reinforce_pp"])
+def test_the_advantages_of_a_group_add_up_to_0_whatever_its_penalties(preset: str) -> None:
+    ratios = np.array([[0.5, -1.0, 2.0], [0.0, 3.0, 1.0]])
+    rewards = [[1.0, np.nan, 0.5], [1.0, 0.0, 0.25]]
+    settings: Any = {"preset": preset, "truncated": "soft"}
+    for example in made(rewards, log_ratios=ratios, **settings):
+        assert abs(sum(example.values["advantage"])) < 1e-12
+
+
+def test_the_tokens_that_were_drawn_are_trained_on() -> None:
+    # Text would be encoded in other tokens: a tokenizer does not write one letter each.
+    first, _ = made([[1, 0, 0], [1, 0, 0]], preset="grpo")
+    assert [[*answer.tokens] for answer in first.answers] == [[97, 98], [97, 98, 99, 100],
+                                                              [97, 98, 99]]  # fmt: skip
+
+
 def test_an_answer_without_a_score_is_not_trained_on() -> None:
     first, _ = made([[1, np.nan, 0], [1, 0, 0]], preset="dr_grpo")
     assert num_trained(first) == [2, 0, 3]
@@ -97,21 +119,22 @@ def test_answers_to_held_out_prompts_are_not_computed() -> None:
 def test_the_blank_tree_has_the_values_of_a_rollout() -> None:
     for passes in (1, 2):
         config = GRPOConfig(answers=3, max_new_tokens=50, passes=passes)
-        blank = blank_tree(config, np.array([10, 5]), most=40)
+        blank = blank_tree(config, np.array([10, 5]), ["Counter"], most=40)
         assert [len(answer.tokens) for answer in blank.answers] == [35] * 3
         assert {len(row) for row in blank.values["drawn"]} == {35}
         assert ("old" in blank.values) == (passes == 2)
+        assert "reward/Counter" in blank.values
 
 
 def test_the_blank_tree_is_as_large_and_as_long_as_any() -> None:
     config = GRPOConfig(answers=8, max_new_tokens=512)
     # The longest prompt leaves the least room for answers.
-    blank = blank_tree(config, np.array([2000, 1536, 10]), most=2048)
+    blank = blank_tree(config, np.array([2000, 1536, 10]), [], most=2048)
     assert (len(blank.prompt), [len(answer.tokens) for answer in blank.answers]) == (
         1536,
         [512] * 8,
     )
-    short = blank_tree(config, np.array([2000, 10]), most=2048)
+    short = blank_tree(config, np.array([2000, 10]), [], most=2048)
     assert len(short.prompt) == 10
     assert [len(answer.tokens) for answer in short.answers] == [2038, *[512] * 7]
 

@@ -1,13 +1,17 @@
 """The section `grpo`: presets, and combinations that are known to be wrong."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf.errors import RLHFError
 from rlhf_devkit import read_config
 from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_plugin_grpo.presets import PRESETS, Method
+from rlhf_plugin_grpo.trainer import GRPOTrainer
+from rlhf_rollouts.room import check_whole
 
 
 def section(*words: str) -> GRPOConfig:
@@ -38,6 +42,25 @@ def test_a_setting_replaces_that_of_the_preset_and_is_named() -> None:
 
 def test_a_reward_may_be_only_a_name() -> None:
     assert [spec.label for spec in section("rewards", "exact").rewards] == ["exact"]
+
+
+def test_a_mixture_with_a_router_loss_needs_whole_groups() -> None:
+    trainer = GRPOTrainer(section("answers", "4", "max_new_tokens", "30"), None)
+    rows = [SimpleNamespace(prompt_lengths=np.array([10, 4]))]
+    for budget in (130, 129):
+        config = SimpleNamespace(
+            batch=SimpleNamespace(budget=budget), data=SimpleNamespace(max_tokens=64)
+        )
+        run: Any = SimpleNamespace(config=config, examples=rows)
+        if budget == 130:
+            check_whole(run, trainer.rollout_shape)
+            continue
+        with pytest.raises(RLHFError) as caught:
+            check_whole(run, trainer.rollout_shape)
+    assert str(caught.value) == (
+        "a group may have 130 tokens but batch.tokens is 129, and the router loss of a mixture "
+        "needs whole groups; set batch.tokens to at least 130, or model.router_loss to 0"
+    )
 
 
 WRONG = {
@@ -72,6 +95,10 @@ WRONG = {
         "kl.estimator k3 is for the loss; in the reward the penalty is the log-ratio itself, so "
         "remove it"
     ),
+    ("tools.deadline", "5"): (
+        "tools.max_iterations and tools.deadline have no effect without tools.functions or "
+        "tools.environment"
+    ),
     ("correction.low", "0.1"): "correction.low has no effect without correction.kind mask",
     ("correction.kind", "none", "correction.high", "3"): (
         "correction.high has no effect with correction.kind none"
@@ -88,6 +115,8 @@ def test_a_combination_that_is_wrong_is_refused(words: tuple[str, ...]) -> None:
 
 VALUES = {
     ("kl.estimator", "k1"): 'grpo.kl.estimator: expected one of k2, k3, got "k1"',
+    # Some engines would draw at another temperature than that of the loss.
+    ("temperature", "0.001"): "grpo.temperature: must be >= 0.01: 0.001",
     ("stop", "("): (
         "grpo.stop: '(' is not a regular expression: missing ), unterminated subpattern at "
         "position 0"

@@ -1,11 +1,11 @@
-"""`rlhf run grpo` alone: the embedded model learns to work out sums in brackets."""
+"""`rlhf run grpo` without a model and data: the embedded model learns sums in brackets."""
 
 from pathlib import Path
 
 import pytest
 
 from rlhf_devkit import shared, tiny
-from rlhf_plugin_grpo.sums import right_lines, solved
+from rlhf_rollouts.sums import right_lines, solved
 
 STEPS = ["1 + 2 = 3", "3 + 4 = 7"]
 

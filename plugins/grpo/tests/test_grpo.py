@@ -44,12 +44,21 @@ class TestGRPO(TrainerConformance):
         "batches": 2,
         "passes": 2,
         "loss": "grpo_rewards:squared",
+        "entropy": 0.5,
     }
     without_effect: ClassVar[dict[str, str]] = {
         "eval": "it is about held-out prompts",
+        "agreement": "it is a bound that ends a run",
         "deadline": "it only ends what hangs",
         "workers": "scores do not depend on who computes them",
+        "tools": "a model with random weights calls none; test_tool_calls.py has one that does",
     }
+
+    marks_of_other_layouts = (pytest.mark.matrix,)
+
+    @pytest.mark.matrix
+    def test_a_run_with_another_setting_resumes_to_the_last_bit(self, bench: Any) -> None:
+        super().test_a_run_with_another_setting_resumes_to_the_last_bit(bench)
 
 
 @frozen
@@ -194,12 +203,38 @@ def test_the_distance_from_the_reference_changes_the_second_step(
 ) -> None:
     more = ("--train.steps", "2", "--grpo.preset", "dr_grpo", "--optim.lr", "1e-2")
     free = plain(inputs, tmp_path / "free", "few_letters", *more)
-    kl = ("--grpo.kl.beta", "1", "--grpo.kl.in", place)
+    kl = ("--grpo.kl.beta", "10", "--grpo.kl.in", place)
     bound = plain(inputs, tmp_path / "bound", "few_letters", *more, *kl)
     norms = [[line["grad_norm"] for line in each if "grad_norm" in line] for each in (free, bound)]
     # The policy is the reference before the first step.
     assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
     assert norms[0][1] != pytest.approx(norms[1][1], rel=1e-2)
+
+
+def test_what_a_reward_logs_belongs_to_its_steps_and_held_out_answers_are_counted(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    more = ("--train.steps", "3", "--train.eval_every", "2", "--grpo.passes", "2")
+    answers = ("--grpo.eval.answers", "3", "--grpo.eval.temperature", "1")
+    lines = plain(inputs, tmp_path / "run", "logging", *more, *answers)
+    assert [line["steps_before"] for line in lines if "loss" in line] == [0, 0, 2]
+    (held_out,) = (line for line in lines if "eval/loss" in line and line["step"] == 2)
+    assert held_out["eval/steps_before"] == 2
+    # Of the 12 answers every second has the reward 1.
+    assert held_out["eval/avg@3"] == pytest.approx(0.5)
+    assert held_out["eval/pass@2"] == pytest.approx(5 / 6)
+    assert held_out["eval/pass@3"] == 1
+    assert "pass@3" not in lines[0]
+
+
+def test_other_probabilities_in_sampling_than_in_training_end_the_run(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    with pytest.raises(RLHFError) as caught:
+        plain(inputs, tmp_path / "run", "few_letters", "--grpo.agreement", "1e-30")
+    text = str(caught.value)
+    assert text.startswith("the log-probabilities of the ")
+    assert " but grpo.agreement is 1e-30: " in text
 
 
 def test_metrics_have_the_names_of_trl(inputs: Inputs, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from rlhf_plugin_grpo.config import Clip
 from rlhf_plugin_grpo.losses import (
-    corrections,
     divergence,
     mean_per_answer,
     ratios,
     surrogate,
 )
 from rlhf_plugin_grpo.presets import Method
+from rlhf_rollouts.ratios import corrections
+from rlhf_rollouts.settings import Correction
 
 ANSWER = torch.tensor([0, 0, 0, 2, 2])
 """Three predictions of the first answer, none of the second, two of the third."""
@@ -127,6 +128,16 @@ def test_kl_in_the_loss_has_the_gradient_of_the_divergence(estimator: str, on_po
         assert (old.exp() * addends).sum().item() == pytest.approx(kl.item())
 
 
+def test_answers_of_older_weights_give_that_gradient_with_their_correction() -> None:
+    logits, old, reference = distributions()
+    drawn = (0.5 * old + 0.3 * reference).log_softmax(0)
+    leaf = logits.clone().requires_grad_()
+    addends = divergence(leaf.log_softmax(0), old, reference, "k3")
+    weights = corrections(old, drawn, Correction(high=1e6))
+    (drawn.exp() * weights * addends).sum().backward()
+    torch.testing.assert_close(leaf.grad, true_gradient(logits, reference), atol=1e-8, rtol=1e-6)
+
+
 def test_k1_and_k3_by_themselves_have_other_gradients() -> None:
     logits, _, reference = distributions()
     right = true_gradient(logits, reference)
@@ -138,14 +149,23 @@ def test_k1_and_k3_by_themselves_have_other_gradients() -> None:
         assert (leaf.grad - right).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_token_far_from_the_reference_keeps_its_gradient(estimator: str) -> None:
+    # Trainers that clamp the difference or the estimate let such tokens go.
+    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-31.0, -61.0], dtype=torch.float64)
+    divergence(logprobs, logprobs.detach(), reference, estimator).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([30.0, 60.0])
+
+
 def test_the_weights_of_a_correction_are_bounded_or_masked() -> None:
     drawn = OLD - torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
     raw = [1.0, math.e, 1 / math.e, math.exp(0.5), math.exp(-0.5)]
-    bounds = {"low": 0.5, "high": 2.0}
-    assert corrections(OLD, drawn, "none", **bounds).tolist() == [1.0] * 5
-    truncated = corrections(OLD, drawn, "truncate", **bounds).tolist()
+    assert corrections(OLD, drawn, Correction(kind="none")).tolist() == [1.0] * 5
+    truncated = corrections(OLD, drawn, Correction()).tolist()
     assert truncated == pytest.approx([min(value, 2.0) for value in raw])
-    masked = corrections(OLD, drawn, "mask", **bounds).tolist()
+    masked = corrections(OLD, drawn, Correction(kind="mask")).tolist()
     assert masked == pytest.approx([1.0, 0.0, 0.0, raw[3], raw[4]])
 
 

@@ -46,6 +46,12 @@ class TestKD(TrainerConformance):
         "sampling_temperature": Other(value=5.0, under={"on_policy": 1.0, "max_new_tokens": 8}),
     }
 
+    marks_of_other_layouts = (pytest.mark.matrix,)
+
+    @pytest.mark.matrix
+    def test_a_run_with_another_setting_resumes_to_the_last_bit(self, bench: Any) -> None:
+        super().test_a_run_with_another_setting_resumes_to_the_last_bit(bench)
+
 
 class Fixed:
     """An engine whose logits are the same everywhere."""
@@ -183,7 +189,8 @@ class Writer:
     """Stands where a run does: answers with the prompt and the seed's last digit."""
 
     def sample(self, engine: str, prompts: Any, *, seeds: Any, **options: Any) -> Any:
-        assert options == {"max_new_tokens": 5, "temperature": 0.5}
+        expected = {"max_new_tokens": 5, "temperature": 0.5, "inputs": [{}] * len(prompts)}
+        assert options == expected
         mark = {"student": 100, "teacher": 200}[engine]
         return [
             Sample([mark, *prompt, *prompt, seed], [])

@@ -54,7 +54,7 @@ def same(one: tiny.Metrics, other: tiny.Metrics) -> None:
 
 
 @pytest.mark.parametrize("settings", [CACHED, ON_POLICY])
-@pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
+@pytest.mark.parametrize("stage", [pytest.param("stage 0", marks=pytest.mark.matrix), "stage 3"])
 def test_the_curve_on_two_ranks_is_that_of_plain_torch(
     settings: tuple[str, ...], stage: str, words: Words, tmp_path: Path
 ) -> None:
@@ -101,7 +101,9 @@ def padded(folder: Path, size: int, *, tied: bool = True) -> Path:
 SIZES = {"a larger teacher": {"teacher": 320}, "a larger student": {"student": 311}}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes", ["a larger teacher", pytest.param("a larger student", marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize(
     "settings",
     [("--kd.loss", "jsd", "--kd.sft", "0.2"), ("--kd.cache_top", "294"), ON_POLICY],

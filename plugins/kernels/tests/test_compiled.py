@@ -137,6 +137,7 @@ def test_a_family_that_passes_its_mask_by_position_is_compiled_too(graphs: Any) 
     assert graphs() == 1
 
 
+@pytest.mark.matrix
 def test_layers_with_graph_breaks_are_compiled_for_rows_of_all_lengths(graphs: Any) -> None:
     config, sizes = FAMILIES["Mixtral"]
     causal = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))

@@ -140,15 +140,18 @@ def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_opera
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("both", "jsd"), pytest.param(tuple(MEASURES), marks=pytest.mark.matrix)], ids=str
+)
+def test_the_kernel_compiles_for_a_gpu(names: tuple[str, ...], tmp_path: Path) -> None:
     """The interpreter accepts more than the compiler."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compile_divergence.py")
-    words = [sys.executable, str(script), "90"]
+    words = [sys.executable, str(script), "90", *names]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 2 * len(MEASURES)
+    assert len(done.stdout.split()) == 2 * len(names)
 
 
 def test_without_gradient_the_logits_stay(kernel: ModuleType) -> None:

@@ -19,6 +19,8 @@ class TestKTO(TrainerConformance):
         "reference": "adapter, engine and cache are three ways to the same numbers"
     }
 
+    marks_of_other_layouts = (pytest.mark.matrix,)
+
 
 @pytest.mark.matrix
 class TestKTOWithNewPairsInEveryEpoch(TestKTO):

@@ -67,6 +67,7 @@ class Rows(list[Example]):
         self.prompt_lengths = np.full(len(sizes), 2)
         self.longest_path = 2 + np.array(sizes)
         self.value_kinds: dict[str, str] = {}
+        self.with_inputs = np.zeros(len(sizes), bool)
 
 
 def test_an_answer_is_cut_where_the_data_ends() -> None:
@@ -92,3 +93,12 @@ def test_a_mismatched_example_has_its_rows_values_and_none_of_the_rows_answer() 
     mismatched = Mismatched(rows, draw(0))
     assert mismatched.value_kinds == {"weight": "example"}
     assert [example.values for example in mismatched] == [{"weight": float(n)} for n in range(3)]
+
+
+def test_a_mismatched_example_has_the_images_of_its_prompt() -> None:
+    rows: Any = Rows(3, 2)
+    inputs = {"pixel_values": np.ones((1, 4)), "token_type_ids": np.array([1, 0, 0, 0, 0])}
+    rows[0] = attrs.evolve(rows[0], inputs=inputs)
+    example, _ = Mismatched(rows, draw(0))
+    assert example.inputs["pixel_values"].shape == (1, 4)
+    assert example.inputs["token_type_ids"].tolist() == [1, 0, 0, 0]

@@ -173,13 +173,17 @@ def test_a_key_of_the_file_has_precedence_over_the_default_of_another(tmp_path: 
 
 def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    about = {"pairs": {"file_name": "p.json", "ranking": True, "columns": {"prompt": "question"}}}
+    columns = {"prompt": "question", "images": "pictures"}
+    about = {"pairs": {"file_name": "p.json", "ranking": True, "columns": columns}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(about))
     stages = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "ds.json").write_text(json.dumps(stages))
     ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
     assert ours["data"]["train"] == [
-        {"path": str(tmp_path / "data" / "p.json"), "columns": {"instruction": "question"}},
+        {
+            "path": str(tmp_path / "data" / "p.json"),
+            "columns": {"instruction": "question", "images": "pictures"},
+        },
         "others",
     ]
     assert ours["lora"] == {

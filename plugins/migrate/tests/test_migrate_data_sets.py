@@ -123,10 +123,10 @@ def test_names_of_the_parts_of_messages_are_reported(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(about))
     migration = of("llamafactory", tmp_path, dataset="chats,hub,other")
-    assert migration.settings["data.train"] == [str(tmp_path / "data" / "a.json"), "org/a", "other"]
+    chats = {"path": str(tmp_path / "data" / "a.json"), "columns": {"images": "i"}}
+    assert migration.settings["data.train"] == [chats, "org/a", "other"]
     assert migration.notes['dataset chats: {"role": "speaker", "content": "text"}'] == note
     assert migration.lost == {
-        "dataset chats: images i": "",
         "dataset chats: user_tag me": "rename them in the rows",
         "dataset hub: data_dir sub": (
             "parts of a data set on the hub cannot be chosen; name downloaded files"

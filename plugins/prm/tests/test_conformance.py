@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
+
 from rlhf import demo
 from rlhf_devkit import NUM_HELD_OUT, NUM_ROWS, Other, TrainerConformance
 
@@ -28,3 +30,5 @@ class TestPRM(TrainerConformance):
         "placeholder": "<step>",
         "steps": "last",
     }
+
+    marks_of_other_layouts = (pytest.mark.matrix,)

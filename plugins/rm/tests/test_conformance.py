@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
+
 from rlhf import demo
 from rlhf_devkit import NUM_HELD_OUT, NUM_ROWS, TrainerConformance
 
@@ -36,3 +38,5 @@ class TestRM(TrainerConformance):
     without_effect: ClassVar[Mapping[str, str]] = {
         "normalise": "it concerns users of the exported model",
     }
+
+    marks_of_other_layouts = (pytest.mark.matrix,)

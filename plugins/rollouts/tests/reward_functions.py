@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,13 @@ def leaves(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def dies(completions: list[str], **kwargs: Any) -> list[float]:
+    os._exit(7)
+
+
+def dies_with_a_child(completions: list[str], number: list[str], **kwargs: Any) -> list[float]:
+    """Leaves the number of a process of its own in a file."""
+    child = subprocess.Popen(["sleep", "60"])
+    Path(number[0]).write_text(str(child.pid))
     os._exit(7)
 
 

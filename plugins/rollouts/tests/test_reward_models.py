@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import make_model, run, write_rows
-from rlhf_rollouts.reward_models import mean_and_deviation
+from rlhf_rollouts.reward_models import example_of, mean_and_deviation
 from rlhf_rollouts.rewards import RewardSpec
 
 TRAINER = f"{Path(__file__).with_name('judged_trainer.py')}:Judged"
@@ -48,6 +49,29 @@ def test_a_reward_model_scores_as_plain_transformers_does(
         with torch.no_grad():
             theirs.append(model.score(model.model(ids).last_hidden_state[0, -1]).item())
     np.testing.assert_allclose(ours, (np.array(theirs) - 0.5) / 0.25, atol=1e-5)
+
+
+CHAT = (
+    "{% if tools %}{{ tools[0].name }}: {% endif %}"
+    "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]', None, []])
+def test_a_reward_model_reads_the_tools_of_a_conversation(tools: Any, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "rm"))
+    question, answer = ({"role": role, "content": "2 + 3"} for role in ("user", "assistant"))
+    tokenizer.chat_template = CHAT
+    example = example_of(tokenizer, [question], [[answer]], tools, name="judge")
+    assert tokenizer.decode(example.prompt).startswith("add: 2 + 3" if tools else "2 + 3")
+    if not tools:
+        return
+    tokenizer.chat_template = CHAT.replace("tools", "no_tools")
+    with pytest.raises(RLHFError) as raised:
+        example_of(tokenizer, [question], [[answer]], tools, name="judge")
+    assert str(raised.value) == (
+        "reward 'judge': the chat template ignores `tools`; remove them or set data.chat_template"
+    )
 
 
 def test_rewards_are_normalised_only_if_the_run_of_the_model_wanted_it() -> None:

@@ -87,7 +87,7 @@ def test_functions_of_trl_score_unchanged(closing: list[Rewards]) -> None:
         np.testing.assert_array_equal(result.by_name[name], values)
     np.testing.assert_array_equal(result.total, [0.5 + 4 + 1 + 1, 1 + 2, 0.5 + 4 + 1 + 1 + 1])
     assert result.columns == {"last": [2, 4, 6], "right": [True, False, False]}
-    assert result.metrics == {"calls": 1.0, "size": 3.0}
+    assert result.metrics == {"calls": (3.0, 3.0), "size": (9.0, 3.0)}
     assert rewards.note == (
         "rewards    length x 0.5, whole x 1, few x 0, judge x 1, an_object x 1, right x 1"
     )
@@ -126,7 +126,7 @@ def test_scores_do_not_depend_on_the_number_of_workers(closing: list[Rewards]) -
         np.testing.assert_array_equal(one.by_name[name], three.by_name[name])
     assert (one.columns, one.metrics) == (three.columns, three.metrics)
     # Calls have two whole prompts each.
-    assert one.metrics == {"calls": 1.0, "size": 48.0}
+    assert one.metrics == {"calls": (240.0, 240.0), "size": (48.0 * 240, 240.0)}
     processes = [len({*result.by_name["process"]}) for result in results]
     assert processes[0] == 1
     assert processes[1] > 1
@@ -157,7 +157,7 @@ CORRECT = f"for {ANSWER}; correct the function, or return None for an answer tha
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("one_short", 0, "returned 1 values for 2 answers; return one for each"),
+        ("one_short", 0, "returned a list of 1 for 2 answers; return one value for each"),
         ("gives", [1.0, math.nan], f"returned nan {OF_ANSWER}"),
         ("gives", [1.0, math.inf], f"returned inf {OF_ANSWER}"),
         ("gives", [1.0, "yes"], f"returned 'yes' {OF_ANSWER}"),
@@ -210,8 +210,8 @@ NO_TEXTS = "takes none of prompts, completions, completion_ids; add the paramete
     [
         ("no_such_module:score", "", "no_such_module cannot be imported: ModuleNotFoundError: No "
          "module named 'no_such_module'"),
-        ("{folder}/missing.py:score", "", "{folder}/missing.py does not exist; correct the path in "
-         "`function`"),
+        ("{folder}/missing.py:score", "", "{folder}/missing.py does not exist; correct the "
+         "path"),
         ("{folder}/mine.py:score", "def score(answer): ...", NO_TEXTS),
         ("{folder}/mine.py:scor", "def score(): ...", "{folder}/mine.py has no function 'scor'; "
          "available: score"),
@@ -353,6 +353,20 @@ rewards(prompts=["p"], completions=["hang"], completion_ids=[[1]], columns={{}},
     while alive(worker) and time.monotonic() < end:
         time.sleep(0.1)
     assert not alive(worker)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_a_function_has_started_ends_with_its_worker(
+    closing: list[Rewards], tmp_path: Path
+) -> None:
+    closing.append(rewards := Rewards([spec("dies_with_a_child")]))
+    number = tmp_path / "number"
+    with pytest.raises(RLHFError, match="its process ended with exit code 7"):
+        scored(rewards, ["a"], columns={"number": [str(number)]})
+    child, end = int(number.read_text()), time.monotonic() + 10
+    while alive(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(child)
 
 
 def test_a_closed_object_leaves_no_process() -> None:

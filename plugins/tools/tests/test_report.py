@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf.cli import main, number, read_newest, read_run
+from rlhf.cli import main, number
 from rlhf_tools.chart import chart, smoothed, thinned, ticks
+from rlhf_tools.recorded import read_newest, read_run
 
 GIB = 2**30
 HOSTILE = "</pre><script>alert(1)</script>"
@@ -141,6 +142,26 @@ def test_samples_are_shown_before_and_after_and_run_no_code(tmp_path: Path) -> N
     assert [*words[words.index("1.25") :][:4]] == ["1.25", "b", "-0.5", "c"]
     assert [*words[words.index("0.75") :][:4]] == ["0.75", "0.875", "b", "c"]
     assert "Samples" not in report(write_run(tmp_path / "none")).text
+
+
+def test_answers_in_the_order_of_rewards_are_shown_with_their_prompts(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": step, "which": which, "row": f"eval row {step}-{which}",
+            "prompt": f"{HOSTILE} at {step}", "answers": [f"{HOSTILE} {which} {step}"],
+            "scores": [step + 0.5],
+        }
+        for step in (0, 50, 100)
+        for which in ("highest reward 1", "lowest reward 1")
+    ]  # fmt: skip
+    page = report(write_run(tmp_path / "rewards", samples=rows))
+    for which in ("highest reward 1", "lowest reward 1"):
+        for step in (0, 100):
+            shown = (
+                f"step {step}, eval row {step}-{which} {HOSTILE} at {step} {step + 0.5} {HOSTILE}"
+            )
+            assert shown in re.sub(r"\s+", " ", page.text)
+    assert "at 50" not in page.text
 
 
 def test_two_runs_share_charts_and_show_the_settings_that_differ(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from rlhf_trainer_leave_one_out import LeaveOneOutConfig
 from torch import Tensor
 
 from rlhf.readouts import answer_logprobs
-from rlhf.trainer import Answer, Example, Loss, PackedBatch, Row, Run, Term, Trainer
+from rlhf.trainer import Answer, Example, Loss, PackedBatch, Row, Run, Term, Trainer, answer_seeds
 
 
 class LeaveOneOut(Trainer):
@@ -29,17 +29,16 @@ class LeaveOneOut(Trainer):
         samples = self.run.sample(
             self.policy,
             [each.prompt for each in examples for _ in range(count)],
-            seeds=[seed + number for seed in seeds for number in range(count)],
+            seeds=answer_seeds(seeds, count),
             max_new_tokens=self.config.max_new_tokens,
             temperature=self.config.temperature,
         )
-        drawn = [sample.tokens for sample in samples]
-        rewards = torch.tensor([evenness(tokens) for tokens in drawn]).view(len(examples), -1)
         made = []
-        for number, (example, own) in enumerate(zip(examples, rewards, strict=True)):
-            answers = drawn[number * len(own) : (number + 1) * len(own)]
-            values = {"advantage": advantages(own).tolist(), "reward": own.tolist()}
-            made.append(Example(example.prompt, [Answer(tokens) for tokens in answers], values))
+        for number, example in enumerate(examples):
+            drawn = [each.tokens for each in samples[number * count : (number + 1) * count]]
+            rewards = torch.tensor([evenness(tokens) for tokens in drawn])
+            values = {"advantage": advantages(rewards).tolist(), "reward": rewards.tolist()}
+            made.append(Example(example.prompt, [*map(Answer, drawn)], values))
         return made
 
     def loss(self, batch: PackedBatch) -> Loss:

@@ -31,7 +31,7 @@ def merge_command(source: str, output: str) -> int:
 
     from rlhf.folder.card import write_card
     from rlhf.folder.disk import new_folder
-    from rlhf.folder.recorded import is_run
+    from rlhf.folder.run_folder import holds_run
     from rlhf.model.adapters import adapter_settings, merged
     from rlhf.model.exported import exported_model, exported_tokenizer, task_of
     from rlhf.model.extra import exported_extra, save_extra
@@ -51,7 +51,7 @@ def merge_command(source: str, output: str) -> int:
         save_extra(exported_extra(adapter), target)
         if (adapter / "generation_config.json").is_file():
             shutil.copyfile(adapter / "generation_config.json", target / "generation_config.json")
-        if is_run(adapter.parent):
+        if holds_run(adapter.parent):
             write_card(target, adapter.parent)
     print(f"merged {adapter} into {settings.base_model_name_or_path} and wrote {output}")
     return 0

@@ -80,10 +80,16 @@ def _check(plugin: Installed) -> None:
         record = load_record(plugin)
         for path in filter(None, (record.read, record.demo)):
             load_object(path, plugin)
+    elif plugin.kind == "demo":
+        load_record(plugin)
     elif plugin.kind == "kernels":
         from rlhf.model.accelerated import load_kernels  # late: start-up time
 
         load_kernels(plugin)
+    elif plugin.kind == "media":
+        record = load_record(plugin)
+        for path in (record.reader, record.values):
+            load_object(path, plugin)
     elif plugin.kind == "rollouts":
         from rlhf.rollouts import load_engine  # late: start-up time
 

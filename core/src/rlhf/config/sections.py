@@ -42,6 +42,14 @@ def _arguments(instance: object, attribute: Any, value: Mapping[str, Any]) -> No
             raise ValueError(f"{name!r} is not the name of an argument")
 
 
+def _rates(instance: object, attribute: Any, value: Mapping[str, float]) -> None:
+    for part, rate in value.items():
+        if part not in ("projector", "vision"):
+            raise ValueError(f"{part!r} is not projector or vision")
+        if not rate > 0:
+            raise ValueError(f"the rate of {part} must be > 0: {rate}")
+
+
 def _can_be_caught(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
     if not value or set(value) - set(STOP_SIGNALS):
         raise ValueError(f"must be a list of {', '.join(STOP_SIGNALS)}")
@@ -75,6 +83,10 @@ class ModelConfig:
     """random: create new weights from the model's config."""
     quantize: Literal["nf4"] | None = None
     """Keep the frozen base in 4 bits (NF4, arXiv 2305.14314). Needs lora and a CUDA device."""
+    train: tuple[Literal["language", "projector", "vision"], ...] | None = None
+    """Parts of a model that are trained on images; the others are frozen. Default: language and
+    projector, with lora language. With lora, the linear layers of these parts are adapted. Data
+    without images train only what text reaches."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, as shell patterns such as `*.embed_tokens.*`."""
     adapter: str | None = None
@@ -137,6 +149,9 @@ class DataConfig:
     too_long: Literal["drop", "cut", "error"] = "drop"
     """What to do with longer rows: drop them, cut them at the end, or report an error. The share of
     such rows is printed."""
+    bad_images: Literal["error", "drop"] = "error"
+    """What to do with rows with an image that cannot be used: report an error, or drop them. The
+    share of such rows is printed."""
     chat_template: str | None = None
     """File with a Jinja chat template, or `chatml`, instead of the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = field(factory=dict, validator=_arguments)
@@ -195,6 +210,9 @@ class OptimConfig:
 
     lr: float = field(default=2e-5, validator=positive)
     """Peak learning rate. With LoRA the default is ten times the trainer's."""
+    part_lr: dict[str, float] = field(factory=dict, validator=_rates)
+    """Peak learning rates of parts of `model.train` where they differ from lr, such as {vision:
+    2e-6, projector: 1e-4}."""
     name: str = "adamw"
     """The optimizer, one of those of the backend."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -259,6 +277,15 @@ class RolloutsConfig:
     engine: str = "embedded"
     """What writes them. embedded: the model itself, in the processes of the run; needs
     rlhf-rollouts."""
+    lag: int = field(default=0, validator=fraction)
+    """By how many rollouts the weights that write answers are older than those that learn from
+    them. 1: a server writes the answers of the next rollout while the steps of this one run."""
+    keep: int | None = field(default=None, validator=optional(not_negative))
+    """How many of the newest rollouts, and of the newest evaluations, on-policy trainers keep as
+    files in `rollouts/` of the run folder; 0: none. Default: all."""
+    replay: str | None = None
+    """Folder of a run whose recorded answers are trained on in place of new ones; needs
+    rlhf-rollouts. Evaluations still write new answers."""
 
 
 @documented

@@ -5,15 +5,15 @@ from pathlib import Path
 
 from rlhf.errors import RLHFError
 
-DEMO_MODEL = "demo:base"
-"""The name of the base model that the package contains."""
+DEMO = "demo:"
+"""What the names of models and data that packages contain begin with."""
 
 
 def without_revisions(path: str) -> str:
     """Return what the model at `path` is, in words, if it has no revisions; "" for a name on the
     hub."""
-    if path == DEMO_MODEL:
-        return f"the embedded model {DEMO_MODEL}"
+    if path.startswith(DEMO):
+        return f"the embedded model {path}"
     return "a local folder" if local_path(path).is_dir() else ""
 
 

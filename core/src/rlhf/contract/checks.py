@@ -84,7 +84,8 @@ def check_setup(trainer: Trainer, roles: Mapping[str, Role]) -> None:
 
 
 def check_counts(loss: Loss, totals: Totals, call: str) -> None:
-    """Raise RLHFError for a term or a metric that is per something that is not counted."""
+    """Raise RLHFError for a term or a metric that is per something that is not counted, and for a
+    count below 0."""
     unknown = [
         (f"a term {number}", term.per)
         for number, term in enumerate(loss.terms) if term.per not in totals
@@ -98,6 +99,13 @@ def check_counts(loss: Loss, totals: Totals, call: str) -> None:
             f"{call} returned {what} per {per!r}, which is not a known count; use one of "
             f"{', '.join(sorted(totals))}, or a name that survey() returns"
         )
+    for number, term in enumerate(loss.terms):
+        total = totals[term.per]
+        if isinstance(total, float) and not total >= 0:
+            raise RLHFError(
+                f"{call} returned a term {number} per {term.per!r}, which sums up to {total:g} "
+                "over the step; a count cannot be negative"
+            )
 
 
 def check_loss(loss: Any, call: str, *, training: bool) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from rlhf.config.field_docs import documented
 
+TOKEN_INPUTS = ("mm_token_type_ids", "token_type_ids", "position_ids")
+"""Keyword arguments of transformers' models that describe tokens."""
+
 
 @documented
 @frozen(kw_only=True)
@@ -50,7 +53,14 @@ class PackedBatch:
     """The examples' values in float32: [E] per example, [A] per answer, [T] per token with nan
     where there is none."""
     inputs: dict[str, Any] = field(factory=dict)
-    """Further keyword arguments of the model."""
+    """Further keyword arguments of the model, such as pixel values, in the order of the tokens.
+    Those in `TOKEN_INPUTS` have a row for each token [T, ...]."""
+    input_rows: dict[str, tuple[int, ...]] = field(factory=dict)
+    """Number of rows of each other input that belong to each prompt and answer, in the order of the
+    batch and as integers on the host; last those of the blank."""
+    blank: int = 0
+    """Number of tokens after those of the examples that stand for images, in a batch whose examples
+    have none: so the model computes images in every batch. They have example -1."""
     step: dict[str, Tensor] = field(factory=dict)
     """The values of the survey over the whole optimizer step, in the order of examples; with the
     places of this batch's own among them as `examples` [E] and `answers` [A]."""

@@ -43,13 +43,14 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     """Return a digest of everything that decides what a row becomes: the tokenizer, its template,
-    the trainer's section, its sources and those of its row format, core's version and sources, and
-    `parts`."""
+    the trainer's section, its sources and those of its row format, what else it reads, core's
+    version and sources, and `parts`."""
     section = trainer.config
     content = {
         "parts": parts,
         "tokenizer": tokenizer_digest(tokenizer),
         "section": attrs.asdict(section) if attrs.has(type(section)) else None,
+        "row_sources": trainer.row_sources,
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
         "sources": _sources(trainer),
         "version": metadata.version("rlhf-core"),

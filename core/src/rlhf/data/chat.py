@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import attrs
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf.data.columns import shown
 from rlhf.data.content import REASONING, readable, without_refused_system
 from rlhf.data.encode import Rendered, common_prefix
-from rlhf.data.messages import TRAIN_KEYS, Message, Messages, text_of
+from rlhf.data.messages import TRAIN_KEYS, Message, Messages, images_in, text_of
 from rlhf.data.repeatable import check_no_object, without_draws
 from rlhf.errors import RLHFError
 
@@ -74,15 +75,15 @@ class ChatTemplate:
         contexts = [messages[: number + 1] for number in turns]
         rendered = [self._turn(context, view) for context in contexts]
         out: list[Rendered] = []
-        for text, spans in reversed(rendered):
+        for context, (text, spans) in zip(reversed(contexts), reversed(rendered), strict=True):
             if out and out[-1].text.startswith(text):
-                out[-1] = Rendered(out[-1].text, spans + out[-1].spans)
+                out[-1] = attrs.evolve(out[-1], spans=spans + out[-1].spans)
             else:
-                out.append(Rendered(text, spans))
+                out.append(Rendered(text, spans, images=images_in(context)))
         # The first here is the text of the last turn.
         _raise_if_dropped(view, contexts[-1], out[0].text)
         if self._whole:
-            out[0] = Rendered(view.text(contexts[-1]), out[0].spans)
+            out[0] = attrs.evolve(out[0], text=view.text(contexts[-1]))
         bare = self.view(None, keywords) if view.tools else None
         if bare and all(bare.text_or_none(it) == view.text_or_none(it) for it in contexts):
             raise RLHFError(
@@ -109,11 +110,13 @@ class ChatTemplate:
             )
         if not tools and not keywords:
             return self._plain
-        return Rendering(self.tokenizer, tools, keywords or {}, self._name)
+        return Rendering(self.tokenizer, tools, keywords or {}, self._name, self._plain.in_parts)
 
     @cached_property
     def _plain(self) -> "Rendering":
-        return Rendering(self.tokenizer, None, {}, self._name)
+        plain = Rendering(self.tokenizer, None, {}, self._name)
+        plain.in_parts = _drops_text(plain)
+        return plain
 
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the rendering up to the end of the last turn, and the spans of that turn."""
@@ -197,7 +200,10 @@ class Rendering:
         tools: Sequence[Any] | None,
         keywords: Mapping[str, Any],
         name: str,
+        in_parts: bool = False,
     ) -> None:
+        self.in_parts = in_parts
+        """Whether content that is text is rendered as a list of one part."""
         self._name = name or f"of {tokenizer.name_or_path or 'the tokenizer'}"
         self.template: str = tokenizer.get_chat_template(tools=tools)
         self.marked = MARKS.search(self.template) is not None
@@ -236,7 +242,7 @@ class Rendering:
         try:
             with without_draws(self.template, self._name):
                 texts, spans = render_jinja_template(
-                    conversations=[list(messages)],
+                    conversations=[list(map(_in_parts, messages) if self.in_parts else messages)],
                     tools=self.tools,
                     chat_template=self.template,
                     return_assistant_tokens_mask=marks,
@@ -255,6 +261,21 @@ class Rendering:
 
 # A template is a program of its author over rows of the user: it may fail in any of these ways.
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+def _drops_text(view: Rendering) -> bool:
+    """Return whether the template drops content that is text, and renders parts, as those of some
+    models of images do."""
+    question = {"role": "user", "content": PROBES[0]}
+    texts = [view.text_or_none([message]) or "" for message in (question, _in_parts(question))]
+    return [PROBES[0] in text for text in texts] == [False, True]
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _raise_if_dropped(view: Rendering, messages: Messages, text: str) -> None:

@@ -34,6 +34,9 @@ class Rendered:
     """Whether BOS is added, if the tokenizer adds it to plain text."""
     eos: bool = False
     """Whether EOS is added, which is trained on."""
+    images: tuple[int, ...] | None = None
+    """Numbers of the images in the text, in order, in a row with images; None for the first ones of
+    the row."""
 
 
 @documented

@@ -39,11 +39,16 @@ class Example:
     for each of its tokens, nan for tokens without a value."""
     inputs: Mapping[str, Any] = field(factory=dict)
     """Further keyword arguments of the model, such as pixel values: tensors, arrays or nested
-    lists. The cache keeps them as lists of numbers. Those of the examples in a batch are
-    concatenated along the first dimension."""
+    lists; floating-point tensors and float64 become float32. Those of the examples in a batch are
+    concatenated along the first dimension, in the order of the tokens; where other dimensions
+    differ they end in zeros. `mm_token_type_ids`, `token_type_ids` and `position_ids` have a row
+    for each token; `segment_rows` [1 + answers, inputs] says how many rows of each other input, by
+    name, belong to the prompt and to each answer, without it all to the prompt."""
     columns: Mapping[str, Any] = field(factory=dict)
     """What `rollout` needs of the row, such as the text that a reward compares with: plain data for
     JSON, which the cache keeps and the loss does not get."""
+    row: str = ""
+    """Where the row came from, such as `train.jsonl line 3`, for `rollout` only."""
 
 
 def num_tokens(example: Example) -> int:

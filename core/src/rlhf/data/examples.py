@@ -1,6 +1,7 @@
 """The tokenised rows of a run as a sequence of examples, with their sizes and counts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from rlhf.config.field_docs import documented
 from rlhf.data.example import Example
 from rlhf.data.packing import PER_TOKEN
-from rlhf.data.trees import TreeFile
+from rlhf.data.trees import TreeFile, open_files
 from rlhf.errors import RLHFError, counted
 
 NAMED_ROWS = 5
@@ -34,6 +35,8 @@ class Report:
     """Cut at `data.max_tokens`; included in `examples`."""
     empty: int = 0
     """Dropped because nothing in them is trained on."""
+    bad_images: int = 0
+    """Dropped because an image cannot be used."""
     split: int = 0
     """Conversations that became several examples."""
     tokens: int = 0
@@ -45,11 +48,11 @@ class Report:
     labels_cut: int = 0
     """Labels that were cut off."""
     lost: Mapping[str, tuple[str, ...]] = field(factory=dict)
-    """Names of the first few rows that were `too_long`, `cut` or `empty`."""
+    """Names of the first few rows that were `too_long`, `cut`, `empty` or had `bad_images`."""
 
     def warning(self, which: str) -> str | None:
         """Return a warning if many rows of `data.WHICH` were dropped or cut, with the remedy."""
-        lost = self.too_long + self.cut + self.empty
+        lost = self.too_long + self.cut + self.empty + self.bad_images
         if lost <= MANY_LOST * self.rows:
             return None
         long, share = self.too_long + self.cut, _percent(min(lost, self.rows), self.rows)
@@ -60,6 +63,9 @@ class Report:
         if self.empty:
             rows = "the row" if self.empty == 1 else f"the {self.empty:,} rows"
             advice.append(f"check {rows} with nothing to train on with `rlhf inspect`")
+        if self.bad_images:
+            rows = counted(self.bad_images, "row")
+            advice.append(f"set data.bad_images to error to see what is wrong with {rows}")
         return f"data.{which}: {share} of the rows are dropped or cut; {'; '.join(advice)}"
 
     def __str__(self) -> str:
@@ -68,6 +74,7 @@ class Report:
             (self.too_long, "too long (dropped)"),
             (self.cut, "too long (cut)"),
             (self.empty, "with nothing to train on (dropped)"),
+            (self.bad_images, "with bad images (dropped)"),
             (self.split, "split into several examples"),
         ):
             if count:
@@ -130,7 +137,7 @@ class Examples(Sequence[Example]):
         self.report = report
         self._parts = tuple(parts)
         self._computed = dict(computed or {})
-        self.files = tuple(TreeFile(part.file) for part in parts)
+        self.files = open_files([part.file for part in parts])
         """The files of tokenised rows, in the order of the entries."""
         self._part = np.repeat(np.arange(len(parts)), [len(part.take) for part in parts])
         self._place = np.concatenate([part.take for part in parts])
@@ -183,6 +190,20 @@ class Examples(Sequence[Example]):
         """Return where an example came from: path and line, or row."""
         part, place = self._part[number], int(self._place[number])
         return self._parts[part].source + self.files[part].place(place)
+
+    @property
+    def with_inputs(self) -> NDArray[np.bool_]:
+        """Whether each example has inputs of its own [n], such as images."""
+        return self.input_bytes > 0
+
+    @cached_property
+    def input_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each example's own inputs [n]."""
+        return self._joined(lambda file: file.input_bytes).astype(np.int64)
+
+    def images(self, number: int) -> list[str]:
+        """Return a line about each image of the row of an example."""
+        return self.files[self._part[number]].images(int(self._place[number]))
 
     def names(self, numbers: Iterable[int]) -> str:
         """Return where several examples came from, the first few by name."""

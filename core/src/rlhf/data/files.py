@@ -14,7 +14,7 @@ import pyarrow as pa
 from attrs import frozen
 
 from rlhf.config.sections import DataEntry
-from rlhf.config.source_names import is_local, local_path
+from rlhf.config.source_names import DEMO, is_local, local_path
 from rlhf.data.columns import Columns, errors_at
 from rlhf.data.file_types import PLACE, TEXT, TYPES, read_files, suffix_of
 from rlhf.data.folders import Folder, load_dataset
@@ -28,7 +28,6 @@ SCALARS = ("label", "margin")
 """Columns whose text in CSV is read as true, false or a number."""
 MAY_BE_EMPTY = ("prompt", "completion", "chosen", "rejected")
 """Columns whose empty cells in CSV are empty text; other columns are missing there."""
-DEMO = "demo:"
 
 
 @frozen
@@ -45,6 +44,13 @@ class Source:
     def name(self) -> str:
         """What the name of a row begins with; its `place` follows."""
         return self.entry.path.rstrip("/")
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths of images begin: at the file, or in the folder; for other sources in
+        the current folder."""
+        path = local_path(self.entry.path)
+        return path.parent if path.is_file() else path if path.is_dir() else Path()
 
     def digest(self) -> str:
         """Return a digest of the bytes that are read. Raises RLHFError if files are missing."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf.data.columns import Columns, errors_at, has, missing_columns, shown, type_name
 from rlhf.data.encode import Rendered, common_prefix
+from rlhf.data.images import BadImage
 from rlhf.data.messages import as_messages
 from rlhf.data.other_rows import with_our_columns
 from rlhf.data.prompts import shared_size, split_prompt
@@ -189,13 +190,28 @@ def find_format(name: str) -> Format:
     return read
 
 
-def read_rows(format: str, rows: Sequence[tuple[str, Columns]], reader: Reader) -> list[list[Row]]:
-    """Return what each of the `(place, row)` becomes in a format. Raises RLHFError for a row that
-    the format does not allow, with its place."""
+def read_rows(
+    format: str,
+    rows: Sequence[tuple[str, Columns]],
+    reader: Reader,
+    bad_images: dict[int, BadImage] | None = None,
+) -> list[list[Row]]:
+    """Return what each of the `(place, row)` becomes in a format. Rows with bad images become
+    nothing, and their errors are added to `bad_images` by the number of the row; without it they
+    are raised. Raises RLHFError for a row that the format does not allow, with its place."""
     read, unencoded = find_format(format), []
-    for where, row in rows:
+    for number, (where, row) in enumerate(rows):
+        parts: list[Unencoded] = []
         with errors_at(where):
-            unencoded.append((where, read(with_our_columns(row), reader)))
+            try:
+                images = reader.images.of(row) if reader.images else None
+                parts = read(with_our_columns(images.row if images else row), reader)
+                parts = list(map(images.expand, parts)) if images else parts
+            except BadImage as error:
+                if bad_images is None:
+                    raise
+                bad_images[number], parts = error, []
+        unencoded.append((where, parts))
     return encode_all(unencoded, reader)
 
 

@@ -1,9 +1,11 @@
 """One batch of rows to one table of trees: what the tokenising processes run."""
 
+import json
 import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import pyarrow as pa
 from attrs import frozen
@@ -15,6 +17,7 @@ from rlhf.data.columns import Columns, OwnRow, errors_at
 from rlhf.data.example import Answer, Example, ExampleMaker, longest_path
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
+from rlhf.data.images import BadImage, TreeImages
 from rlhf.data.packing import (
     PER_EXAMPLE,
     PER_TOKEN,
@@ -41,25 +44,41 @@ class RowsToTrees:
         columns = table.to_pylist()
         raw = [self.source.row(row, number) for row, number in zip(columns, numbers, strict=True)]
         rows: Sequence[Sequence[Any]] = [[OwnRow(row)] for _, row in raw]
+        bad: dict[int, BadImage] = {}
         if self.trainer.row_format is not None:
-            rows = read_rows(self.trainer.row_format, raw, self.reader)
+            drops = self.data.bad_images == "drop"
+            rows = read_rows(self.trainer.row_format, raw, self.reader, bad if drops else None)
         out, call = [], f"{type(self.trainer).__name__}.example()"
-        for (where, _), made, number, read in zip(raw, rows, numbers, columns, strict=True):
+        for index, (made, number, read) in enumerate(zip(rows, numbers, columns, strict=True)):
             origin = {"row": number, "place": self.source.place(read, number)}
-            with errors_at(where, call):
+            with errors_at(raw[index][0], call):
                 out += [self._tree(row) | origin for row in made]
-            if not made:
+            if index in bad:
+                files = json.dumps(bad[index].files)
+                out.append(trees.tree(status=trees.BAD_IMAGES) | origin | {"files": files})
+            elif not made:
                 out.append(trees.tree(status=trees.EMPTY) | origin)
         return trees.to_table(out)
 
     def _tree(self, item: Row | Columns) -> dict[str, Any]:
+        images = item.images if isinstance(item, Row) else None
+        tree = self._tree_with(item, images)
+        if images:
+            tree |= {"files": json.dumps(images.files), "images": "\n".join(images.lines)}
+        return tree
+
+    def _tree_with(self, item: Row | Columns, images: TreeImages | None) -> dict[str, Any]:
         example = self.trainer.example(item)
         written = self.trainer.needs_rollout()
         check_example(example, f"{type(self.trainer).__name__}.example()", written=written)
         before, labels_before = after, labels = num_predictions(example), num_labels(example)
         status = self._status(example)
-        if status == trees.TOO_LONG:
-            return trees.tree(status=status)
+        # A row is not cut through an image.
+        if status == trees.TOO_LONG or (images and status == trees.CUT):
+            return trees.tree(status=trees.TOO_LONG)
+        if images:
+            inputs = {**example.inputs, **images.inputs(example)}
+            example = attrs.evolve(example, inputs=inputs)
         if status == trees.CUT:
             example = _cut(example, self.data.max_tokens)
             after, labels = num_predictions(example), num_labels(example)

@@ -41,6 +41,13 @@ PLACEHOLDER = re.compile(
 """What stands for an image, a video or a sound in the text of other projects."""
 
 
+def why_not(medium: str) -> str:
+    """Return why a medium is refused where no reader of images has replaced it."""
+    if "image" in medium:
+        return "only rows that a row format reads may have images"
+    return "models are trained on text and images only"
+
+
 def as_messages(name: str, value: Any, *, role: str | None = None) -> list[dict[str, Any]]:
     """Return `value`, taken from column `name`, as messages; text is one message of `role`.
 
@@ -101,6 +108,14 @@ def text_of(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def images_in(messages: Messages) -> tuple[int, ...] | None:
+    """Return the numbers of the images in messages, None if there are none."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    images = (part.get("image") for part in parts if isinstance(part, Mapping))
+    return tuple(image for image in images if image is not None) or None
+
+
 def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
     """Return the message with `form` of the arguments of each of its calls."""
     if not message.get("tool_calls"):
@@ -128,8 +143,8 @@ def raise_if_placeholder(where: str, text: str) -> None:
     if found is None or any(tag and f"</{tag}>" in text for tag in found.groups()):
         return  # A tag that is closed is markup.
     raise RLHFError(
-        f"{where} has the placeholder {found.group().strip()}, but models are trained on text "
-        "only; remove the row"
+        f"{where} has the placeholder {found.group().strip()}, for which the row has no image; "
+        "remove the row"
     )
 
 
@@ -173,10 +188,11 @@ def _part(name: str, part: Any) -> Any:
         return part
     ours = {key: value for key, value in part.items() if value is not None}
     kind = str(ours.get("type", next(iter(ours), "")))
+    if kind == "image" and isinstance(ours.get("image"), int):
+        return ours  # The reader of images has it.
     if any(medium in kind for medium in MEDIA):
         raise RLHFError(
-            f"{name} has a part of type {shown(kind)}, but models are trained on text only; "
-            "remove the row"
+            f"{name} has a part of type {shown(kind)}, but {why_not(kind)}; remove the row"
         )
     return {**ours, "type": "text"} if kind in TEXT_PARTS else ours
 

@@ -22,6 +22,7 @@ from rlhf.data.packing import (
     pack,
     value_kinds,
 )
+from rlhf.errors import RLHFError
 
 Made = TypeVar("Made")
 ROUND_ON_ACCELERATOR = 128
@@ -239,8 +240,11 @@ def sizes_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def sums_of_values(examples: Sequence[Example]) -> dict[str, float]:
-    """Return the sum over the examples of each value per example or answer."""
+    """Return the sum over the examples of each value per example or answer. Raises RLHFError for
+    the name of a count."""
     names = [name for name, kind in value_kinds(examples).items() if kind != PER_TOKEN]
+    for name in {"examples", "answers", "tokens", "labels"} & {*names}:
+        raise RLHFError(f"rollout() returned a value {name!r}, a count of core; rename it")
     return {name: float(sum(np.sum(each.values[name]) for each in examples)) for name in names}
 
 

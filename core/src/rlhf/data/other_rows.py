@@ -11,6 +11,7 @@ from rlhf.data.messages import (
     as_messages,
     decoded_messages,
     raise_if_placeholder,
+    why_not,
 )
 from rlhf.errors import RLHFError
 
@@ -115,6 +116,5 @@ def _raise_if_media(row: Columns) -> None:
     for name in (*MEDIA, *(f"{medium}s" for medium in MEDIA)):
         if row.get(name):
             raise RLHFError(
-                f"the row has `{name}`, but models are trained on text only; remove the column or "
-                "the row"
+                f"the row has `{name}`, but {why_not(name)}; remove the column or the row"
             )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import numpy as np
@@ -11,11 +12,16 @@ from attrs import frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
+from rlhf.data.batch import TOKEN_INPUTS, PackedBatch
+from rlhf.data.example import Answer, Example, num_tokens
 
 FILLER_TOKENS = 2
+SEGMENT_ROWS = "segment_rows"
+"""An input that the model does not get: how many rows of each other input, by name, belong to the
+prompt and to each answer [1 + answers, inputs]. Without it all belong to the prompt."""
 PER_EXAMPLE, PER_ANSWER, PER_TOKEN = "example", "answer", "token"
+BLANKS: WeakKeyDictionary[Any, Example | None] = WeakKeyDictionary()
+"""The blank of each data set in memory, which is the same in all batches."""
 
 Spans = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -41,17 +47,21 @@ def pack(
     """Return the examples with the numbers `rows` as one row; a filler if `rows` is empty.
 
     T is rounded up to a multiple of `round_to`, but not beyond `at_most` if the tokens fit into it.
+    Where examples have images but none of `rows` has, their smallest example with images follows as
+    the blank: ranks that divide weights wait for one another in the layers that compute images.
     """
     kinds = value_kinds(examples)
-    if not len(rows):
-        return filler(kinds, round_to=round_to)
     chosen = [examples[int(row)] for row in rows]
+    blank = None if any(map(has_images, chosen)) else blank_of(examples)
+    if not chosen:
+        return filler(kinds, round_to=round_to, blank=blank)
     spans = tuple((len(e.prompt), tuple(len(a.tokens) for a in e.answers)) for e in chosen)
     segments = _segments(spans)
-    num_tokens = int(segments.lengths.sum())
-    size = max(num_tokens, min(-(-num_tokens // round_to) * round_to, at_most or 1 << 62))
-    parts = [part for e in chosen for part in (e.prompt, *(a.tokens for a in e.answers))]
-    tokens = _padded(np.concatenate([np.asarray(part, np.int64) for part in parts]), size, 0)
+    placed = chosen if blank is None else [*chosen, blank]
+    tokens = _tokens(placed)
+    rounded = -(-len(tokens) // round_to) * round_to
+    size = max(len(tokens), min(rounded, at_most or 1 << 62))
+    tokens = _padded(tokens, size, 0)
     arrays = _per_token(segments, size) | _predictions(chosen, segments, tokens)
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return PackedBatch(
@@ -59,19 +69,50 @@ def pack(
         rows=tuple(int(row) for row in rows),
         spans=spans,
         values=_values(chosen, kinds, segments, size),
-        inputs=_inputs(chosen),
+        **_inputs(placed, size, blank),
         **tensors,
     )
 
 
-def filler(kinds: Mapping[str, str] | None = None, *, round_to: int = 1) -> PackedBatch:
+def filler(
+    kinds: Mapping[str, str] | None = None, *, round_to: int = 1, blank: Example | None = None
+) -> PackedBatch:
     """Return a row without examples, which keeps a rank in step with the others."""
-    size = max(FILLER_TOKENS, round_to)
+    tokens = np.zeros(FILLER_TOKENS, np.int64) if blank is None else _tokens([blank])
+    size = -(-len(tokens) // round_to) * round_to
     values = {
         name: torch.full((size if kind == PER_TOKEN else 0,), torch.nan)
         for name, kind in (kinds or {}).items()
     }
-    return attrs.evolve(blank_batch(torch.zeros(size, dtype=torch.int64)), values=values)
+    batch = blank_batch(torch.from_numpy(_padded(tokens, size, 0)))
+    if blank is None:
+        return attrs.evolve(batch, values=values)
+    return attrs.evolve(batch, values=values, **_inputs([blank], size, blank))
+
+
+def has_images(example: Example) -> bool:
+    """Return whether an input of an example that does not describe its tokens has any rows."""
+    return any(len(example.inputs[name]) for name in _image_inputs(example))
+
+
+def blank_of(examples: Sequence[Example]) -> Example | None:
+    """Return the example with images that has the fewest tokens; None if no example has any."""
+    if not hasattr(examples, "lengths"):
+        return _smallest(examples)
+    if examples not in BLANKS:
+        BLANKS[examples] = _smallest(examples)
+    return BLANKS[examples]
+
+
+def _smallest(examples: Any) -> Example | None:
+    if not len(examples) or not examples[0].inputs:
+        return None
+    lengths = getattr(examples, "lengths", None)
+    lengths = [*map(num_tokens, examples)] if lengths is None else lengths
+    order = np.argsort(lengths, kind="stable")
+    known = getattr(examples, "with_inputs", None)
+    order = order if known is None else order[known[order]]
+    return next(filter(has_images, (examples[int(number)] for number in order)), None)
 
 
 def blank_batch(tokens: Tensor, spans: Spans = ()) -> PackedBatch:
@@ -96,6 +137,38 @@ def kind_of(value: Any) -> str:
     if not hasattr(value, "__len__"):
         return PER_EXAMPLE
     return PER_TOKEN if len(value) and hasattr(value[0], "__len__") else PER_ANSWER
+
+
+def with_answers(
+    example: Example, answers: Sequence[Answer], values: Mapping[str, Any] | None = None
+) -> Example:
+    """Return an example with other answers, of text, to the same prompt with its images."""
+    inputs = prompt_inputs(example, *(len(answer.tokens) for answer in answers))
+    return attrs.evolve(example, answers=answers, values=values or {}, inputs=inputs)
+
+
+def prompt_inputs(example: Example, *lengths: int) -> dict[str, Any]:
+    """Return the inputs of the prompt of `example`, followed by answers of so many tokens of text,
+    such as those of another example."""
+    inputs, tokens = {}, len(example.prompt)
+    rows = _rows(example, _image_inputs(example))[0]
+    for name, count in zip(_image_inputs(example), rows, strict=True):
+        inputs[name] = example.inputs[name][:count]
+    for name in {*TOKEN_INPUTS}.intersection(example.inputs):
+        own = np.asarray(example.inputs[name])[:tokens]
+        inputs[name] = np.concatenate([own, *(text_after(own, each, name) for each in lengths)])
+    return inputs
+
+
+def text_after(before: NDArray[Any], length: int, name: str) -> NDArray[Any]:
+    """Return the input `name` of so many tokens of text after tokens with the input `before`
+    [n, ...]."""
+    rows = np.zeros((length, *before.shape[1:]), before.dtype)
+    if name == "position_ids":
+        # Text continues after the largest position, also after an image.
+        first = int(before.max()) + 1 if len(before) else 0
+        rows += np.arange(first, first + length).reshape(-1, *[1] * (before.ndim - 1))
+    return rows
 
 
 def num_predictions(example: Example) -> list[int]:
@@ -124,9 +197,9 @@ def divided(example: Example, tokens: int) -> list[Example]:
         return [example]
     parts = [slice(*ends) for ends in pairwise([*starts, len(example.answers)])]
     return [
-        attrs.evolve(
-            example, answers=example.answers[part],
-            values={name: value[part] for name, value in example.values.items()},
+        with_answers(
+            example, example.answers[part],
+            {name: value[part] for name, value in example.values.items()},
         ) for part in parts
     ]  # fmt: skip
 
@@ -214,12 +287,71 @@ def _values(
     return out
 
 
-def _inputs(chosen: Sequence[Example]) -> dict[str, Any]:
-    """Return the keyword arguments of the model, concatenated along the first dimension."""
+def _tokens(chosen: Sequence[Example]) -> NDArray[np.int64]:
+    parts = [part for e in chosen for part in (e.prompt, *(a.tokens for a in e.answers))]
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])
+
+
+def _image_inputs(example: Example) -> list[str]:
+    """Return the names of the inputs that do not describe tokens."""
+    return sorted({*example.inputs}.difference((*TOKEN_INPUTS, SEGMENT_ROWS)))
+
+
+def _inputs(placed: Sequence[Example], size: int, blank: Example | None) -> dict[str, Any]:
+    """Return `inputs`, `input_rows` and `blank` of a batch of T = `size` tokens with these
+    examples, of which the last one may be the blank. Empty if no example has a row."""
+    if not any(map(has_images, placed)):
+        return {}
+    inputs: dict[str, Any] = {}
+    names = _image_inputs(placed[0])
+    for name in placed[0].inputs:
+        if name != SEGMENT_ROWS:
+            parts = [as_array(example.inputs[name]) for example in placed]
+            length = size if name in TOKEN_INPUTS else sum(map(len, parts))
+            inputs[name] = torch.from_numpy(_joined(parts, length))
+    rows = [_rows(example, names) for example in placed]
+    if blank is not None:
+        rows[-1] = rows[-1].sum(0, keepdims=True)
+    columns = np.concatenate(rows).T.tolist()
     return {
-        name: torch.cat([torch.as_tensor(example.inputs[name]) for example in chosen])
-        for name in chosen[0].inputs
+        "inputs": inputs,
+        "input_rows": {name: tuple(column) for name, column in zip(names, columns, strict=True)},
+        "blank": 0 if blank is None else num_tokens(blank),
     }
+
+
+def _rows(example: Example, names: Sequence[str]) -> NDArray[np.int64]:
+    """Return how many rows of these inputs belong to the prompt and to each answer
+    [1 + answers, names]."""
+    found = np.asarray(example.inputs.get(SEGMENT_ROWS, ()), np.int64)
+    if len(found):
+        return found
+    rows = np.zeros((1 + len(example.answers), len(names)), np.int64)
+    rows[0] = [len(example.inputs[name]) for name in names]
+    return rows
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """Return an input, which is a tensor, an array or nested lists, as an array; floating-point
+    tensors and arrays of float64 become float32."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _joined(parts: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
+    """Return the rows of all arrays as one of `length` rows. What they lack of it, and where other
+    dimensions differ, is filled with zeros, as transformers' processors do."""
+    parts = [part for part in parts if len(part)] or parts[:1]
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    joined, start = np.zeros((length, *shape), parts[0].dtype), 0
+    for part in parts:
+        end = start + len(part)
+        joined[(slice(start, end), *map(slice, part.shape[1:]))] = part
+        start = end
+    return joined
 
 
 def _padded(values: NDArray[np.int64], size: int, fill: int) -> NDArray[np.int64]:

@@ -29,6 +29,8 @@ class Row:
     """The answers; their `trained` says which tokens are trained on."""
     columns: Mapping[str, Any] = field(factory=dict)
     """The row as it was read, with the columns that its format adds."""
+    images: Any = None
+    """The `rlhf.formats.TreeImages` of a row with images; core sets it."""
 
 
 Unencoded = tuple[list[Rendered], Callable[[list[Encoded]], Row]]
@@ -50,6 +52,8 @@ class Reader:
     """The trainer's own section, whose settings may say how rows are read."""
     template: str = ""
     """What error messages call the chat template; empty for that of the tokenizer."""
+    images: Any = None
+    """Opens the images of rows; core sets it."""
     encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer, as_one=it.whole), takes_self=True)
     """Tokenises the texts."""
     chat: ChatTemplate = Factory(
@@ -64,6 +68,7 @@ def encode(
     *answers: str | Messages,
     tools: Sequence[Any] | None = None,
     renders_whole: bool = False,
+    images: Any = None,
 ) -> Row:
     """Return a prompt and its answers as token ids, encoded as core encodes its row formats.
 
@@ -72,14 +77,21 @@ def encode(
     answer ends with EOS. Otherwise each path is a conversation, rendered by the chat template with
     `tools` (JSON schemas), and the assistant's turns of the answer are trained on.
     `renders_whole` is described at `Trainer.renders_whole`. Core applies `data.max_tokens` later,
-    to the example. Raises RLHFError for values of another shape; core adds the row's place.
+    to the example. Messages may have images only with `images`, `rlhf.scorer.Scorer.images`. Raises
+    RLHFError for values of another shape; core adds the row's place.
     """
     if not answers:
         raise RLHFError("a row needs at least one answer")
     reader = reader_of(tokenizer, whole=renders_whole)
-    row = {"prompt": prompt, "tools": None if tools is None else list(tools)}
+    row: Columns = {"prompt": prompt, "tools": None if tools is None else list(tools)}
+    opened = images and images.of({**row, "answers": list(answers)})
+    if opened:
+        row, answers = opened.row, opened.row["answers"]
     names = [f"answers[{number}]" for number in range(len(answers))]
-    return join_paths({}, reader.encoder.encode(render_answers(row, reader, names, answers)))
+    rendered = render_answers(row, reader, names, answers)
+    unencoded: Unencoded = (rendered, functools.partial(join_paths, {}))
+    texts, make = opened.expand(unencoded) if opened else unencoded
+    return make(reader.encoder.encode(texts))
 
 
 def reader_of(tokenizer: Any, **options: Any) -> Reader:

@@ -2,21 +2,24 @@
 
 import hashlib
 import json
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from rlhf.data.batch import TOKEN_INPUTS
 from rlhf.data.example import Answer, Example, longest_path, num_tokens
-from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, kind_of
+from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, as_array, kind_of
 
-KEPT, CUT, TOO_LONG, EMPTY = range(4)
+KEPT, CUT, TOO_LONG, EMPTY, BAD_IMAGES = range(5)
 NUMBERS = (
     "row",
     "status",
@@ -42,10 +45,13 @@ TOKENS = ("prompt", "tokens", "ends", "trained")
 SCHEMA = pa.schema(
     [(name, pa.int64()) for name in NUMBERS]
     + [(name, pa.large_list(kind)) for name, kind in LISTS.items()]
-    + [(name, pa.string()) for name in ("place", "kinds", "inputs", "columns")]
+    + [(name, pa.string()) for name in ("place", "kinds", "columns", "files", "images", "arrays")]
+    + [("inputs", pa.large_binary())]
 )
 """Offsets have 64 bits: the lists of a chunk are joined, which long rows make longer than 2**31."""
 CHUNK_ROWS = 8192
+CHUNK_BYTES = 2**28
+"""A chunk is smaller if its rows are large, as those with images are: it is made in memory."""
 NOTHING = Example([], [])
 NO_IDS = np.empty(0, np.int32)
 
@@ -54,6 +60,7 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
     """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it. The
     end of its row's name, `place`, is left empty."""
     answers, values = example.answers, example.values
+    arrays = {name: as_array(value) for name, value in example.inputs.items()}
     sizes = [len(answer.tokens) for answer in answers]
     names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
     return dict.fromkeys(NUMBERS, 0) | {
@@ -68,8 +75,13 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "values": [x for name in names for x in _flat(values[name])],
         "place": "",
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
-        "inputs": json.dumps(dict(example.inputs), default=_listed) if example.inputs else "",
         "columns": json.dumps(dict(example.columns)) if example.columns else "",
+        "files": "",
+        "images": "",
+        "arrays": json.dumps([[n, str(a.dtype), a.shape] for n, a in arrays.items()])
+        if arrays
+        else "",
+        "inputs": b"".join(array.tobytes() for array in arrays.values()),
     }
 
 
@@ -85,19 +97,19 @@ class TreeFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        batches = self._table.to_batches()
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
+        self._batches = self._table.to_batches()
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         self._chunks = [
             {name: (numbers(batch[name].offsets), numbers(batch[name].values)) for name in LISTS}
-            for batch in batches
+            for batch in self._batches
         ]
-        self._texts = [
-            name
-            for name in ("inputs", "columns")
-            # A file of an earlier version may lack it.
-            if name in self._table.column_names and any(self._table[name].unique().to_pylist())
-        ]
-        """Those columns of JSON that any example has."""
+        self._has_columns = any(self._table["columns"].unique().to_pylist())
+        # A rollout that an earlier version has saved lacks the column.
+        known = "arrays" in self._table.column_names
+        arrays = self._table["arrays"].unique().to_pylist() if known else []
+        self.arrays: list[Any] = json.loads(next(filter(None, arrays), "[]"))
+        """Name, type and shape of the inputs of the first example with inputs. An example without
+        gets these with 0 rows, and those that describe tokens as of text."""
         kinds = self._table["kinds"].unique().to_pylist()
         self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
 
@@ -119,9 +131,32 @@ class TreeFile:
             answers.append(Answer(tokens[start:end], mask))
             start = end
         values = _nested(part("values"), self.kinds[0], answers) if self.kinds[0] else {}
-        texts = {name: self._table[name][number].as_py() or "{}" for name in self._texts}
-        more = {name: json.loads(text) for name, text in texts.items()}
-        return Example(part("prompt"), answers, values, **more)
+        columns = self._table["columns"][number].as_py() if self._has_columns else ""
+        example = Example(part("prompt"), answers, values, columns=json.loads(columns or "{}"))
+        if not self.arrays:
+            return example
+        batch = self._batches[place]
+        kept = json.loads(batch["arrays"][index].as_py() or "[]")
+        inputs = _read_arrays(kept, _bytes_at(batch["inputs"], index))
+        return attrs.evolve(example, inputs=inputs or blank_arrays(self.arrays, example))
+
+    @property
+    def input_bytes(self) -> NDArray[Any]:
+        """Bytes of each example's own inputs [n]; those without any get those of text."""
+        return numbers(pc.binary_length(self._table["inputs"]).combine_chunks())
+
+    def with_token(self, token: int) -> NDArray[np.bool_]:
+        """Return whether each example has a token [n]."""
+        found = np.zeros(len(self), np.bool_)
+        for start, chunk in zip(self._starts, self._chunks, strict=False):
+            for offsets, values in (chunk["prompt"], chunk["tokens"]):
+                at = np.flatnonzero(values == token)
+                found[start + np.searchsorted(offsets, at, side="right") - 1] = True
+        return found
+
+    def has_input(self, name: str) -> bool:
+        """Return whether any example has an input with this name."""
+        return bool(pc.any(pc.match_substring(self._table["arrays"], f'"{name}"')).as_py())
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -141,6 +176,10 @@ class TreeFile:
         """Return the end of the name of an example's row, such as ` line 3`."""
         return str(self._table["place"][number].as_py())
 
+    def images(self, number: int) -> list[str]:
+        """Return a line about each image of an example's row."""
+        return str(self._table["images"][number].as_py()).splitlines()
+
     def digest(self) -> str:
         """Return a digest of all token ids, of which are trained on, and of inputs; values do not
         count."""
@@ -151,8 +190,7 @@ class TreeFile:
                 # The digest does not depend on how wide the offsets are.
                 digest.update(np.diff(offsets).astype(np.int32).tobytes())
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
-        for text in self._json(["inputs"]):
-            digest.update(text)
+        self._update_with_arrays(digest)
         return digest.hexdigest()
 
     @property
@@ -170,8 +208,9 @@ class TreeFile:
             for chunk in self._chunks:
                 offsets, values = chunk[name]
                 digest.update(values[offsets[0] : offsets[-1]].data)
-        for text in self._json(self._texts):
-            digest.update(text)
+        for text in self._table["columns"].to_pylist() if self._has_columns else ():
+            digest.update(f"{len(text)} {text}".encode())
+        self._update_with_arrays(digest)
         return digest.hexdigest()
 
     def largest_token(self) -> int:
@@ -192,20 +231,34 @@ class TreeFile:
         columns = (chunk["values"] for chunk in self._chunks)
         return np.concatenate([values[offsets[:-1] + place] for offsets, values in columns])
 
-    def _json(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the text in columns of JSON of each example with its length, without those that no
-        example has."""
-        for name in (name for name in names if name in self._texts):
-            for text in self._table[name].to_pylist():
-                yield f"{len(text)} {text}".encode()
+    def _update_with_arrays(self, digest: Any) -> None:
+        """Add to a digest the inputs of each example, if any example has inputs."""
+        for batch in self._batches if self.arrays else ():
+            for index, shapes in enumerate(batch["arrays"].to_pylist()):
+                digest.update(f"{len(shapes)} {shapes}".encode())
+                digest.update(_bytes_at(batch["inputs"], index))
+
+
+def open_files(paths: Sequence[Path]) -> tuple[TreeFile, ...]:
+    """Return the files of the examples of a run, which have the same inputs: those of the first
+    file with inputs."""
+    files = tuple(map(TreeFile, paths))
+    arrays = next((file.arrays for file in files if file.arrays), [])
+    for file in files:
+        file.arrays = file.arrays or arrays
+    return files
 
 
 def write(table: pa.Table, path: Path) -> None:
     """Write the kept rows of the table as a file of chunks that `TreeFile` maps, and the digest of
     their content."""
+    sizes = numbers(pc.binary_length(table["inputs"]).combine_chunks())
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        for start in range(0, table.num_rows, CHUNK_ROWS):
-            part = table.slice(start, CHUNK_ROWS)
+        start = 0
+        while start < table.num_rows:
+            room = np.cumsum(sizes[start : start + CHUNK_ROWS]) <= CHUNK_BYTES
+            part = table.slice(start, max(1, int(room.sum())))
+            start += part.num_rows
             kept = part.filter(pa.array(part["status"].to_numpy() <= CUT)).combine_chunks()
             if kept.num_rows:
                 writer.write_table(kept)
@@ -231,9 +284,35 @@ def _flat(value: Any) -> list[float]:
     return [float(x) for item in value for x in (item if hasattr(item, "__len__") else [item])]
 
 
-def _listed(value: Any) -> Any:
-    """Return a tensor or an array as nested lists."""
-    return value.tolist()
+def _bytes_at(array: pa.Array, index: int) -> pa.Buffer:
+    """Return an item of an array of bytes. Arrow's scalars are copies."""
+    _, offsets, data = array.buffers()
+    start, end = np.frombuffer(offsets, np.int64, 2, 8 * (array.offset + index)).tolist()
+    return (data or pa.py_buffer(b"")).slice(start, end - start)
+
+
+def _read_arrays(arrays: Sequence[Any], data: pa.Buffer) -> dict[str, NDArray[Any]]:
+    """Return the inputs that `tree` has joined as `data`, without a copy: not to be written to."""
+    out, start = {}, 0
+    for name, dtype, shape in arrays:
+        count = math.prod(shape)
+        out[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
+        start += count * np.dtype(dtype).itemsize
+    return out
+
+
+def blank_arrays(arrays: Sequence[Any], example: Example) -> dict[str, NDArray[Any]]:
+    """Return inputs like these `arrays` for an example without images."""
+    size = len(example.prompt)
+    ends = [(0, size), *((size, size + len(answer.tokens)) for answer in example.answers)]
+    positions = np.concatenate([np.arange(start, end) for start, end in ends])
+    blank = {}
+    for name, dtype, shape in arrays:
+        rows = len(positions) if name in TOKEN_INPUTS else 0
+        blank[name] = np.zeros((rows, *shape[1:]), dtype)
+        if name == "position_ids":
+            blank[name] += positions.astype(dtype).reshape(-1, *[1] * len(shape[1:]))
+    return blank
 
 
 def _nested(

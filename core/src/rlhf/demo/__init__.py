@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.source_names import DEMO
 from rlhf.demo import arithmetic
 from rlhf.demo.arithmetic import Problem, problems
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import logged
-from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.imports import demo_plugin, load_object, load_record
 from rlhf.registry.installed import find
 
 __all__ = [
-    "LOG_RATIOS", "Problem", "base_model_folder", "print_before_and_after", "problems", "rows",
+    "LOG_RATIOS", "Problem", "base_model_folder", "model_folder", "print_before_and_after",
+    "problems", "rows",
 ]  # fmt: skip
 
 Maker = Callable[[Problem, random.Random], dict[str, Any]]
@@ -33,7 +35,9 @@ FORMATS: dict[str, Maker] = {
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
     """Return the rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four
     answers each), of `demo:sums` (prompts that the base model continues) or of `demo:equations`
-    (plain text)."""
+    (plain text), or of the demo of a plugin."""
+    if demo := demo_plugin(name):
+        return demo.rows(split, format)
     if split not in arithmetic.SIZES:
         raise RLHFError(f"demo:{name} has no split {split!r}; available: eval, train")
     if name == "equations":
@@ -68,6 +72,12 @@ def base_model_folder() -> Path:
     """Return the folder of the base model `demo:base`: a Llama of 0.4 M parameters that has seen
     nothing but equations."""
     return Path(__file__).parent / "base"
+
+
+def model_folder(path: str) -> Path:
+    """Return the folder of the model `demo:NAME`, core's or that of a plugin."""
+    demo = demo_plugin(path.removeprefix(DEMO))
+    return demo.model_folder() if demo else base_model_folder()
 
 
 LOG_RATIOS = {

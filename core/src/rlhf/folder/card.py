@@ -4,15 +4,19 @@ Data and models are named as in the configuration, but of a path outside the wor
 last part is written. Where a run reports to, and what it may hold of the machine, is left out.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from rlhf.folder.recorded import Curve, Recorded, read_run
-from rlhf.folder.run_folder import EXTRA_FILE, read_json
+from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import EXTRA_FILE, logged, read_json
 from rlhf.folder.template import filled
+from rlhf.request.settings_tree import load_yaml
 
 LEFT_OUT = ("output", "observers", "checkpoint", "extensions")
 """Sections that do not say how the model came about."""
@@ -36,19 +40,25 @@ def write_card(
 ) -> None:
     """Write the card of the model in `folder`, which the run in `run` had trained up to the step
     `until`."""
-    text = card(read_run(run, until=until), folder, role)
+    text = card(run, folder, role, logged(run, until=until))
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def card(run: Recorded, folder: Path, role: str) -> str:
-    """Return the card of a model: its head in YAML, then text."""
-    plan = run.plan.get(role, {})
-    model = plan.get("model") or run.config.get("model") or {}
+def card(run: Path, folder: Path, role: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the card of a model of a run with these lines of metrics.jsonl: its head in YAML, then
+    text."""
+    config: dict[str, Any] = {}
+    with suppress(RLHFError):  # A file that is missing or damaged.
+        config = load_yaml(run / "config.yaml")
+    plan = read_json(run / "plan.json").get(role, {})
+    versions, summary = read_json(run / "versions.json"), read_json(run / "summary.json")
+    model = plan.get("model") or config.get("model") or {}
     kind, pipeline, suffix = TASKS[plan.get("task") or "causal"]
-    base, trainer = name_of(str(model.get("path", ""))), name_of(run.trainer or "")
+    base = name_of(str(model.get("path", "")))
+    trainer = Path(str(versions.get("trainer", ""))).name
     adapter_config = folder / "adapter_config.json"
     adapted, adapter = adapter_config.is_file(), read_json(adapter_config)
-    sections = run.config.get("data") or {}
+    sections = config.get("data") or {}
     data = {
         part: [name_of(entry["path"]) for entry in sections.get(part) or []]
         for part in ("train", "eval")
@@ -59,19 +69,20 @@ def card(run: Recorded, folder: Path, role: str) -> str:
     if published := [source for source in data["train"] if is_hub_name(source)]:
         head["datasets"] = published
     head |= {"pipeline_tag": pipeline, "license": "unknown", "tags": ["rlhf", trainer]}
-    names, rows = _curve(run.curves)
-    counts_of = run.summary.get("data") or {}
+    names, rows = _curve(records)
+    counts_of = summary.get("data") or {}
     return filled(
         Path(__file__).with_name("card.jinja"),
-        run=run, head=head, base=base, trainer=trainer, kind=kind, pipeline=pipeline, data=data,
+        step=records[-1]["step"] if records else 0, head=head, base=base, trainer=trainer,
+        kind=kind, pipeline=pipeline, data=data,
         counts_of={part: it for part, it in counts_of.items() if {*COUNTS} <= {*it}},
         adapted=adapted, needs_merge=any(adapter.get(key) for key in NEEDS_MERGE),
         auto_class=f"{'AutoPeftModel' if adapted else 'AutoModel'}{suffix}",
         extra=EXTRA_FILE if (folder / EXTRA_FILE).is_file() else "", names=names, rows=rows,
-        config=_without_places({k: v for k, v in run.config.items() if k not in LEFT_OUT}),
+        config=_without_places({k: v for k, v in config.items() if k not in LEFT_OUT}),
         versions=[
             f"{name} {version}"
-            for name, version in run.versions.items()
+            for name, version in versions.items()
             if name not in ("trainer", "trust_remote_code")
         ],
     )  # fmt: skip
@@ -93,14 +104,18 @@ def is_hub_name(name: str) -> bool:
     return name.count("/") == 1 and not Path(name).exists()
 
 
-def _curve(curves: Mapping[str, Curve]) -> tuple[list[str], list[tuple[int, list[float | None]]]]:
+def _curve(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[list[str], list[tuple[int, list[float | None]]]]:
     """Return the names of the loss and of all metrics of the held-out rows, and at a few steps
-    their values."""
-    names = [name for name in curves if name == "loss" or name.startswith("eval/")]
+    their finite values."""
     by_step: dict[int, dict[str, float]] = {}
-    for name in names:
-        for step, value in curves[name]:
-            by_step.setdefault(step, {})[name] = value
+    for record in records:
+        for name, value in record.items():
+            is_shown = name == "loss" or name.startswith("eval/")
+            if is_shown and isinstance(value, int | float) and math.isfinite(value):
+                by_step.setdefault(record["step"], {})[name] = value
+    names = [*dict.fromkeys(chain(*by_step.values()))]
     measured = sorted(
         step for step, values in by_step.items() if len(values) > 1 or "loss" not in values
     )

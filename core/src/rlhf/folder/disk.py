@@ -113,11 +113,29 @@ def part_of(target: Path) -> Path:
     return whole.parent / f".{whole.name}.part"
 
 
+@contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """Yield a hidden path next to `target`, which becomes it if the block succeeds; the folders
+    above it are made. Raises RLHFError if the system refuses."""
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(target) as part:
+            yield part
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by `text`; a kill or a full disk leaves either the old one or the new one."""
+    """Replace a file by `text`."""
+    with _replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a hidden path next to a file, which replaces it if the block succeeds; a kill or a full
+    disk leaves either the old file or the new one."""
     part = part_of(path)
     try:
-        part.write_text(text, encoding="utf-8")
+        yield part
         part.replace(path)
     except BaseException:
         with suppress(OSError):

@@ -38,10 +38,11 @@ MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
     "train.eval_every", "train.eval_at_start", "train.samples", "data.eval", "data.workers",
     "data.processes", "checkpoint", "model.recompute", "model.revision", "observers", "output",
-    "backend",
+    "backend", "rollouts.keep",
 )  # fmt: skip
 """Settings that a resumed run may change, since they do not affect what is learnt; those in the
-section of its backend, or of the backend that it had before, too."""
+section of its backend, or of the backend that it had before, and in that of the engine of its
+rollouts too."""
 
 LOCK_WAIT = 1.0
 """Seconds to wait for the lock, which `is_running` holds for a moment."""
@@ -49,7 +50,12 @@ LOCK_WAIT = 1.0
 RANKS = "ranks"
 """Folder with the place of each rank, while a run writes to it or after it has failed."""
 
-FOLDERS = ("checkpoints", "model", "errors", RANKS)
+ROLLOUTS = "rollouts"
+"""Folder with a file for each rollout of an on-policy trainer, `STEP.arrow`."""
+HELD_OUT = "eval-"
+"""What the names of rollouts of evaluations begin with."""
+
+FOLDERS = ("checkpoints", "model", "errors", RANKS, ROLLOUTS)
 """Folders that a run makes in its own."""
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -155,6 +161,7 @@ def _check_settings(request: Request, folder: Path) -> None:
     # The backend may be another one, with a section of its own.
     backend = str(before.get("backend") or "")
     free = {*MAY_CHANGE, request.config.backend_name, backend}
+    free.add(f"rollouts.{request.config.rollouts.engine}")
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 rounds differently in other micro-batches.
     kept = without(before, free)
@@ -278,6 +285,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def model_folder(path: Path) -> Path:
+    """Return `path`/model or `path`, whichever holds weights. Raises RLHFError if none does."""
+    for folder in (path / "model", path):
+        if any(folder.glob("*.safetensors")):
+            return folder
+    raise RLHFError(f"{path} has no trained model; pass a run with model/, or a model folder")
+
+
 def write_error(folder: Path, name: str, text: str) -> Path:
     """Write a traceback into `errors/` of a run folder and return its path."""
     path = folder / "errors" / name
@@ -352,8 +367,9 @@ class RunFolder:
         return known if isinstance(known, str) and known else uuid.uuid4().hex[:12]
 
     def cut(self, step: int, *, evaluated: bool) -> None:
-        """Remove the lines after `step`, which a resumed run writes again, and an incomplete last
-        line. Unless it was `evaluated` at `step` for good, that evaluation is removed too."""
+        """Remove the lines and rollouts after `step`, which a resumed run writes again, and an
+        incomplete last line. Unless it was `evaluated` at `step` for good, the lines of that
+        evaluation are removed too."""
         for name in (METRICS, SAMPLES):
             path = self.path / name
             records = [
@@ -363,6 +379,10 @@ class RunFolder:
             ]
             if path.exists():
                 write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+        for path in (self.path / ROLLOUTS).glob("*.arrow"):
+            written = path.stem.removeprefix(HELD_OUT)
+            if written.isdecimal() and int(written) > step:
+                path.unlink()
 
     def close(self) -> None:
         self._lock.release()

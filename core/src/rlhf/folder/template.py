@@ -1,4 +1,4 @@
-"""Templates of Jinja, such as the model card, and how rlhf writes numbers and durations."""
+"""Templates of Jinja, such as the model card, and how rlhf writes numbers."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def filled(path: Path, **values: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    environment.filters |= {"number": number, "clock": clock, "yaml": as_yaml}
+    environment.filters |= {"number": number, "yaml": as_yaml}
     return environment.get_template(path.name).render(values)
 
 
@@ -37,15 +37,6 @@ def number(value: object) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2e}" if size < 1e-4 else f"{value:.4g}"
-
-
-def clock(seconds: float) -> str:
-    """Return a duration, such as 1 h 02 min."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
 def print_table(table: Sequence[Sequence[str]]) -> None:

@@ -123,7 +123,9 @@ def _more_tokens(fit: StepFit, estimate: Estimate, configured: Choice) -> tuple[
     """Double the tokens while a rank takes a step in several micro-batches, its device waits for
     the host, and the peak leaves ample room."""
     most, layer = AMPLE * fit.mesh.memory, fit.layer
-    step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.data.size
+    # Rows of a rollout have no answers yet.
+    example = fit.largest if fit.trainer.needs_rollout() else fit.examples[0].lengths.mean()
+    step = example * fit.config.batch.size / fit.mesh.data.size
     tokens, larger = configured.tokens, list[Choice]()
     while tokens < step and tokens * layer < ENOUGH and estimate.peak_with(2 * tokens) <= most:
         tokens *= 2

@@ -33,6 +33,8 @@ class CountedStep:
     """Elements of all trained weights."""
     survey: int = 0
     """Bytes at the peak of the survey, when no gradient exists."""
+    images: int = 0
+    """Bytes among the activations that the batch would not take without its images."""
 
     def peak(self, *, reducing: int = 0) -> int:
         """Return the peak of loss and backward while at most `reducing` bytes of gradients wait to
@@ -157,11 +159,13 @@ class Estimate:
     """Bytes in host memory, of one rank."""
     nvme: int = 0
     """Bytes in files of the optimizer's states, of one rank."""
+    images: int = 0
+    """Bytes of the images of all micro-batches of a step."""
 
     @property
     def resident(self) -> int:
         """Bytes that stay from step to step, over all roles."""
-        return sum(sum(parts.values()) for parts in self.states.values())
+        return self.images + sum(sum(parts.values()) for parts in self.states.values())
 
     @property
     def peak(self) -> int:
@@ -202,6 +206,9 @@ class Estimate:
             parts = {name: step.survey if without_gradients else self.updating}
         elif without_gradients and growing > self.step_peak:
             parts = {"gradients": self.gradients, "activations": growing - self.gradients}
+        if images := self.images + (step.images if "activations" in parts else 0):
+            parts |= {"activations": parts.get("activations", 0) + self.images - images}
+            parts["images"] = images
         if without_gradients:
             for each in states.values():
                 each.pop("gradients", 0)

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import attrs
 
+from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config, Recompute
 from rlhf.data.examples import Examples
 from rlhf.engine import Layout, Mesh, gib
@@ -24,19 +25,25 @@ LEVELS = {
 """Levels of `model.recompute`, the cheaper ones first."""
 
 
+@documented
 @attrs.define(frozen=True, slots=False)
 class StepFit:
     """Whether a step of one run fits in device memory. `batch.tokens` must be a number."""
 
     trainer: Trainer
+    """It has no models."""
     config: Config
     mesh: Mesh
     hooks: BackendGateway
+    """The backend's."""
     steps: int
+    """Optimizer steps of the whole schedule."""
     longest: int
+    """Tokens of the longest path, also of those that a rollout may make."""
     largest: int
     """Tokens of the largest example, also of those that a rollout may make."""
     examples: Sequence[Examples]
+    """The rows to train on, then the held-out ones if there are any."""
     layout: str = ""
     """Name of the layout; empty for the first that is configured."""
 

@@ -6,20 +6,23 @@ for any trainer and any model whose code does not read values.
 
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from attrs import frozen
-from torch import nn
+from torch import Tensor, nn
 
+from rlhf.config.field_docs import documented
 from rlhf.contract.checks import check_setup
-from rlhf.data.batch import PackedBatch
+from rlhf.data.batch import PackedBatch, map_tensors
 from rlhf.data.example import Example, num_tokens
 from rlhf.data.order import RunOrder, SurveyRows
-from rlhf.data.packing import divided, pack
+from rlhf.data.packing import as_array, blank_of, divided, pack
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
@@ -40,9 +43,14 @@ from rlhf.model.role import (
 from rlhf.model.shape import shape_of
 from rlhf.reference.live import REFERENCE
 from rlhf.reference.run_models import RunModels
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import find
 from rlhf.trainer import Sample, Trainer
 
 META = torch.device("meta")
+DIRECTIONS = np.array([[1, 1, 0.01], [0.01, 1, 1]])
+"""Weights of tokens and of images. The model decides those of its memory, so the micro-batches that
+are the largest by any of these sums are counted."""
 LOOK_AHEAD = 64
 """Number of steps among which the largest micro-batch is searched."""
 STRICT = "RLHF_STRICT_REHEARSAL"
@@ -61,7 +69,7 @@ class Rehearsed:
     step: CountedStep
     tokens: int
     """Number of tokens of its micro-batch."""
-    accumulates: bool
+    most: "Largest"
 
     @property
     def policy(self) -> Role:
@@ -76,16 +84,18 @@ class Rehearsed:
         updating, reducing = max(elsewhere["updating"]), max(elsewhere["reducing"])
         return Estimate(
             states=states, updating=updating, step=self.step, reducing=reducing,
-            tokens=self.tokens, accumulates=self.accumulates, host=sum(elsewhere["host"]),
-            nvme=sum(elsewhere["nvme"]),
+            tokens=self.tokens, accumulates=self.most.accumulates, host=sum(elsewhere["host"]),
+            nvme=sum(elsewhere["nvme"]), images=self.most.images,
         )  # fmt: skip
 
 
+@documented
 @frozen
 class NotRehearsed:
     """Why a rehearsal has no result."""
 
     reason: str
+    """In words, for users."""
     traceback: str = ""
     """Of an error in the code of a model or a trainer."""
 
@@ -117,13 +127,24 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     order = run.order(actor)
     most = largest(order, run.steps, made=made_of(actor, order))
     modules = [role.engine.module for role in run.roles.values()]
-    seen = None if most.survey is None else run.without_values(most.survey)
-    return Rehearsed(
-        run=run,
-        step=count_step(actor, run.without_values(most.loss), modules, surveyed=seen),
-        tokens=len(most.loss.tokens),
-        accumulates=most.accumulates,
-    )
+    reading: Any = nullcontext(run.move)
+    if has_images := any(role.spec.image is not None for role in run.roles.values()):
+        if actor.needs_rollout():
+            raise UnknownError("its rollouts have images, whose sizes are not known without values")
+        plugin = find("media", "images")
+        reading = load_object(load_record(plugin).values, plugin)()
+    with reading as run.move:
+        seen = None if most.survey is None else run.without_values(most.survey)
+
+        def count(batch: PackedBatch) -> CountedStep:
+            return count_step(actor, run.without_values(batch), modules, surveyed=seen)
+
+        steps = [(count(batch), batch) for batch in (most.loss, *most.others)]
+        step, batch = max(steps, key=lambda each: max(each[0].peak(), each[0].survey))
+        if has_images:
+            text = count(attrs.evolve(batch, inputs={}, input_rows={}))
+            step = attrs.evolve(step, images=max(0, step.activations - text.activations))
+    return Rehearsed(run=run, step=step, tokens=len(batch.tokens), most=most)
 
 
 @frozen
@@ -135,6 +156,10 @@ class Largest:
     """None if the survey sees the micro-batches of the loss."""
     accumulates: bool
     """Whether a step may have several micro-batches."""
+    others: Sequence[PackedBatch] = ()
+    """With images: the micro-batches with most of both, and with the most images."""
+    images: int = 0
+    """The most bytes of images of a rank's step, all of whose micro-batches are on its device."""
 
 
 def made_of(trainer: Trainer, order: RunOrder) -> Example | None:
@@ -149,7 +174,7 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
     `made`."""
     if made is not None:
         return largest_made(order, made)
-    sizes = order.examples.lengths
+    examples = order.examples
     plans = [order.step(number) for number in range(min(steps, LOOK_AHEAD))]
     each = [rows for plan in plans for micro in plan.layout for rows in micro]
     accumulates = any(len(plan.layout) > 1 for plan in plans)
@@ -158,8 +183,19 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
         for plan in plans if (surveyed := order.surveyed(plan.epoch)) is not None
         for micro in plan.survey_layout for rows in micro
     ]  # fmt: skip
+    sizes = np.stack([examples.lengths, examples.input_bytes], axis=1)
+    sums = np.array([sizes[rows].sum(0) for rows in each])
+    if (blank := blank_of(examples)) is not None:
+        size = num_tokens(blank), sum(as_array(part).nbytes for part in blank.inputs.values())
+        sums[sums[:, 1] < size[1]] += size
+    shares = sums / sums.max(0).clip(1)
+    most, *others = dict.fromkeys((shares @ DIRECTIONS).argmax(0).tolist())
+    starts = np.cumsum([0, *(len(plan.layout) for plan in plans)])[:-1]
+    of_steps = np.add.reduceat(sums[:, 1].reshape(-1, order.ranks), starts)
     return Largest(
-        loss=order[max(each, key=lambda rows: sizes[rows].sum())],
+        loss=order[each[most]],
+        others=[order[each[number]] for number in others],
+        images=(1 + bool(seen)) * int(of_steps.max()),
         survey=order[max(seen, key=itemgetter(0))[1]] if seen else None,
         accumulates=accumulates,
     )
@@ -201,6 +237,8 @@ class Rehearsal(RunModels):
     that is rehearsed."""
 
     device: torch.device = META
+    move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)
+    """Moves a tensor of a batch to the meta device."""
     _attached: dict[str, int | None] = attrs.field(factory=dict)
     """Width of the per-token values that a cache would add to the examples."""
 
@@ -238,6 +276,7 @@ class Rehearsal(RunModels):
         planned: dict[str, Role] = {}
         for name, role in self.roles.items():
             config = config_with(layout.config, role.spec.model, role.spec.optim)
+            config = attrs.evolve(config, lora=role.spec.config.lora)
             spec = attrs.evolve(role.spec, config=config)
             plan = layout.plan
             if name != POLICY:
@@ -265,8 +304,26 @@ class Rehearsal(RunModels):
 
     def without_values(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch on the meta device, with the values that a cache would add."""
-        moved = batch.to(META)
+        moved = map_tensors(batch, self.move)
         for name, width in self._attached.items():
             shape = (len(batch.tokens), *(() if width is None else (width,)))
             moved.values[name] = torch.empty(shape, device=META)
         return moved
+
+
+def checkpoint_bytes(run: RunModels) -> int:
+    """Return the bytes of a checkpoint: of each trained weight the highest precision and the
+    optimizer's states, frozen weights unless they are the base of an adapter, and the weights of a
+    reference that moves."""
+    frozen = 4 if run.config.model.dtype == "fp32" else 2
+    size, total = 2 if run.config.optim.states == "bf16" else 4, 0
+    for role in run.trained.values():
+        shape, config = role.shape, role.spec.config
+        has_adapter = config.lora is not None or config.model.adapter is not None
+        total += int(size * (1 + shape.num_states(config.optimizer_kind)) * shape.trainable)
+        beside = frozen if role.spec.task is None or not has_adapter else 0
+        total += beside * (shape.parameters - shape.trainable)
+        # Averages are not trained, but saved in float32 in any run.
+        total += (4 - beside) * sum(role.spec.extra[it].numel() for it in role.spec.averages)
+    moving = {follower.engine.role for follower in run.followers} - run.trained.keys()
+    return total + sum(frozen * run.roles[name].shape.parameters for name in moving)

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.accelerated import compiles, setting
-from rlhf.model.parts import beyond_text
+from rlhf.model.parts import outside
 from rlhf.model.router import routers_of
 from rlhf.model.save import without_values
 from rlhf.model.stored import ADAPTER_FILES, damaged_file
@@ -199,7 +199,9 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     """Return peft's settings for the section `lora`."""
     lora = config.lora
     assert lora is not None
-    targets = target_modules(causal, lora.targets)
+    parts = config.model.train or ("language",)
+    targets = target_modules(causal, lora.targets, parts)
+    others = excluded_modules(causal, targets, parts, linear=lora.targets == "all-linear")
     check_names(causal, lora)
     return LoraConfig(
         r=lora.rank,
@@ -208,7 +210,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
         use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=excluded_modules(causal, targets) if lora.targets == "all-linear" else None,
+        exclude_modules=others,
         target_parameters=list(lora.parameters) or None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=tied_head(causal) is not None
@@ -218,11 +220,14 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     )
 
 
-def target_modules(causal: Any, chosen: str | Sequence[str]) -> list[str]:
-    """Return the names of `lora.targets`. Raises RLHFError for the head, for names that no module
-    has and for those of modules that peft would not adapt."""
+def target_modules(
+    causal: Any, chosen: str | Sequence[str], parts: Collection[str] = ("language",)
+) -> list[str]:
+    """Return the names of `lora.targets` in these parts of a model. Raises RLHFError for the head,
+    for names that no module of these parts has and for those of modules that peft would not
+    adapt."""
     if chosen == "all-linear":
-        linear = {name.split(".")[-1] for name in linear_modules(causal)}
+        linear = {name.split(".")[-1] for name in linear_modules(causal, parts)}
         return sorted(linear - taken_for_experts(causal, linear))
     targets = [chosen] if isinstance(chosen, str) else list(chosen)
     if (head := head_name(causal)) in targets:
@@ -230,12 +235,14 @@ def target_modules(causal: Any, chosen: str | Sequence[str]) -> list[str]:
             f"lora.targets names the head {head}, whose adapter would not affect the "
             f"log-probabilities; remove {head}"
         )
-    names, kind = [f".{name}" for name, _ in causal.named_modules()], type(causal).__name__
+    left_out, kind = outside(causal, parts), type(causal).__name__
+    names = [f".{name}" for name, module in causal.named_modules() if module not in left_out]
+    own = f"the trained parts of {kind}" if left_out else kind
     unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
     if unknown or not targets:
         raise RLHFError(
-            f"lora.targets {', '.join(unknown) or '[]'} names no module of {kind}; its linear "
-            f"modules: {', '.join(target_modules(causal, 'all-linear'))}"
+            f"lora.targets {', '.join(unknown) or '[]'} names no module of {own}; its linear "
+            f"modules: {', '.join(target_modules(causal, 'all-linear', parts))}"
         )
     if taken := sorted(taken_for_experts(causal, targets)):
         raise RLHFError(
@@ -255,27 +262,30 @@ def taken_for_experts(causal: Any, targets: Iterable[str]) -> set[str]:
     return {*targets}.difference(settings.target_modules or ())
 
 
-def excluded_modules(causal: Any, targets: Sequence[str]) -> str | None:
-    """Return, for the targets of "all-linear", a pattern of the modules with such a name that are
-    not among `linear_modules`; None if there are none."""
-    linear = linear_modules(causal)
+def excluded_modules(
+    causal: Any, targets: Sequence[str], parts: Collection[str], *, linear: bool = True
+) -> str | None:
+    """Return a pattern of the modules that have the name of a target, but are outside of these
+    parts or, with `linear`, not among `linear_modules`; None if there are none."""
+    kept, left_out = linear_modules(causal, parts), outside(causal, parts)
     others = {
         re.sub(r"\d+", r"\\d+", re.escape(name))
-        for name, _ in causal.named_modules()
-        if name.split(".")[-1] in targets and name not in linear
+        for name, module in causal.named_modules()
+        if any(f".{name}".endswith(f".{target}") for target in targets)
+        and (name not in kept if linear else module in left_out)
     }
     return "|".join(sorted(others)) or None
 
 
-def linear_modules(causal: Any) -> dict[str, nn.Module]:
-    """Return the modules that "all-linear" adapts, by name: the linear layers that text reaches,
-    except the head and the routers.
+def linear_modules(causal: Any, parts: Collection[str] = ("language",)) -> dict[str, nn.Module]:
+    """Return the modules that "all-linear" adapts, by name: the linear layers in these parts of a
+    model, except the head and the routers. `language` is what text reaches.
 
     A family's own kind of linear layer may return something else (the routers of Llama 4, a tuple).
     The fused kernel of a Mamba layer reads the weight of its output projection, past an adapter.
     """
     head = head_name(causal)
-    left_out = {*beyond_text(causal)}
+    left_out = outside(causal, parts)
     for router, _ in routers_of(causal):
         left_out.update(router.modules())
     for part in causal.modules():

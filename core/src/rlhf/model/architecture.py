@@ -13,12 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf.config.sections import Config, ModelConfig
-from rlhf.config.source_names import (
-    DEMO_MODEL,
-    check_model_folder,
-    check_not_missing,
-    local_path,
-)
+from rlhf.config.source_names import DEMO, check_model_folder, check_not_missing, local_path
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.parts import decoder
 from rlhf.model.stored import damaged_file, model_files, stored_weights
@@ -258,10 +253,10 @@ def check_writes_text(causal: Any, model: ModelConfig) -> None:
 def resolved(path: str, setting: str = "model.path") -> str:
     """Return the folder of a model, or its name on the hub. Raises RLHFError for a local path
     that is not a folder."""
-    if path == DEMO_MODEL:
-        from rlhf.demo import base_model_folder
+    if path.startswith(DEMO):
+        from rlhf.demo import model_folder
 
-        return str(base_model_folder())
+        return str(model_folder(path))
     if not path:
         raise RLHFError("model.path is empty; pass a model folder or a name on the hub")
     check_not_missing(path, setting)

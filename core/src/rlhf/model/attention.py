@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from rlhf.errors import RLHFError
 from rlhf.model.accelerated import kernels_on
 from rlhf.model.head import soft_capped
 from rlhf.model.masks import Scoring, TreeMask, TreeTokens, lowest_visible, scale_of
@@ -43,6 +44,8 @@ def tree_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -
         return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
     windowed = kwargs.get("local_size") is not None
     lowest = lowest_visible(tree, kwargs["mask_function"]) if windowed else None
+    if tree.owner.is_meta and not windowed and kwargs["mask_function"] is not causal_mask_function:
+        raise RLHFError("tokens of its images see later ones, so that its rows may be padded")
     kernels = kernels_on(tree.owner.device)
     row = None if kernels is None else kernels.row(tree, windowed=windowed)
     return TreeMask(tree, lowest, row)
@@ -68,6 +71,8 @@ def tree_attention(
             raise ValueError("tree attention has no position bias")
         attend = row_attention if attention_mask.tree.sequence.size == 1 else divided_attention
         output = attend(query, key, value, attention_mask, scoring)
+    elif query.is_meta and softcap is None and s_aux is None:
+        output = MetaAttention.apply(query, key, value)
     elif softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -18,7 +18,7 @@ from rlhf.model.parts import decoder
 from rlhf.model.role import ModelSpec
 from rlhf.model.router import router_loss_of
 from rlhf.model.task import Task
-from rlhf.model.trainable import four_bits, prepare_trainable
+from rlhf.model.trainable import four_bits, prepare_trainable, raise_if_rate_of_frozen
 from rlhf.model.weights import pretrained_model, random_model
 from rlhf.registry.gateway import BackendGateway
 
@@ -50,7 +50,10 @@ def packed_model(
     """Return a transformers model as `spec` asks for it: with adapters, frozen parameters and
     recomputation as configured, and with the trainer's own parameters."""
     extra = {name: value.to(device, dtype, copy=True) for name, value in spec.extra.items()}
-    model = prepare_trainable(causal, spec.config, spec.head_task)
+    images = spec.trains_on_images
+    if spec.trained:
+        raise_if_rate_of_frozen(spec.config, images=images)
+    model = prepare_trainable(causal, spec.config, spec.head_task, images=images)
     fuse_adapters(model, spec.config.model, device)
     module = PackedModel(
         model,
@@ -59,6 +62,9 @@ def packed_model(
         sequence=sequence,
         router_loss=router_loss_of(causal, spec.config.model.router_loss),
     )
+    for name in spec.averages:
+        # In 16 bits small moves would be rounded away.
+        module.extra[name] = nn.Parameter(module.extra[name].float(), requires_grad=False)
     if not spec.dropout:
         without_noise(module)
     return module

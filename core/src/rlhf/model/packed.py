@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from rlhf.data.batch import PackedBatch
+from rlhf.data.batch import TOKEN_INPUTS, PackedBatch
 from rlhf.engine import Axis, Readout
 from rlhf.errors import RLHFError
 from rlhf.model import attention
@@ -18,12 +18,12 @@ from rlhf.model.accelerated import kernels_on
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import LogitForm, read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
-from rlhf.model.parts import decoder, unwrapped
+from rlhf.model.parts import decoder, image_reader, unwrapped
 from rlhf.model.recurrent import Segments, computes_trees, run_trees
 from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
 from rlhf.model.sequence import all_rows, part_of_rank
-from rlhf.model.unfold import padded_rows, rounded_up, unshared
+from rlhf.model.unfold import Rows, padded_rows, rounded_up, unshared
 from rlhf.sharding import is_sharded
 
 PathName = Literal["tree", "packed", "padded", "separate"]
@@ -46,6 +46,9 @@ SPARSE_LAYERS = {
 }  # fmt: skip
 """Layer types that choose the tokens which they attend to. All others carry a state along the
 row."""
+
+TEXT_INPUTS = {"input_ids", "attention_mask", "position_ids", "seq_idx"}
+"""Keyword arguments of a decoder of text."""
 
 PREFIX = "model."
 """Prefix of the wrapped model's names in the state dict of a PackedModel."""
@@ -168,8 +171,8 @@ class PackedModel(nn.Module):
         `weights` is the full state dict on the host, of this module or of the model in it. For a
         model with an adapter only the adapter is written, and its weights suffice.
         """
-        own = self.extra_parameters
-        save_extra({n: weights[EXTRA_PREFIX + n].to(own[n].dtype) for n in own}, directory)
+        dtype, own = self.causal.dtype, self.extra_parameters
+        save_extra({name: weights[EXTRA_PREFIX + name].to(dtype) for name in own}, directory)
         weights = {n: value for n, value in weights.items() if not n.startswith(EXTRA_PREFIX)}
         if weights.keys() <= {PREFIX + name for name in self.model.state_dict()}:
             weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
@@ -184,11 +187,6 @@ class PackedModel(nn.Module):
             )
         if self.path == "tree":
             return self.packed_row(batch)
-        if batch.inputs:
-            raise RLHFError(
-                f"the model's extra inputs ({', '.join(sorted(batch.inputs))}) need tree "
-                f"attention; {type(self.causal).__name__} runs on the path '{self.path}'"
-            )
         if self.path == "packed":
             row, back = unshared(batch)
             return self.packed_row(row)[back]
@@ -205,12 +203,12 @@ class PackedModel(nn.Module):
         own = part_of_rank(size, axis)
         tree = Tree(batch, axis)
         states = {"seq_idx": Segments(tree)} if self._has_states else {}
+        of_tokens = {n: batch.inputs[n][None] for n in TOKEN_INPUTS if n in batch.inputs}
         hidden = self.backbone(
             input_ids=batch.tokens[None, own],
-            position_ids=batch.positions[None, own],
             attention_mask=TreeTokens.of(tree),
             **states,
-            **batch.inputs,
+            **{"position_ids": batch.positions[None, own]} | batch.inputs | of_tokens,
         )[0]
         return all_rows(hidden, size, axis)[:num_tokens]
 
@@ -220,16 +218,29 @@ class PackedModel(nn.Module):
         # At ZeRO-3 every pass gathers weights, which all ranks must do equally often. So the ranks
         # agree on a number of passes before the first one.
         spare = self.most_passes(len(groups)) - len(groups)
-        parts = [self.backbone(input_ids=group).flatten(0, 1) for group in groups]
+        if not most:
+            # A model's own positions are what the positions of the data are compared with.
+            groups = [group._replace(inputs=without_positions(group.inputs)) for group in groups]
+        parts = [self.backbone(input_ids=it.tokens, **it.inputs).flatten(0, 1) for it in groups]
         hidden = torch.cat(parts)[back]
+        again = groups[-1] if batch.inputs else Rows(batch.tokens[None, :1], {})
         for _ in range(spare):
             # The factor 0 keeps a spare pass in the graph: backward gathers weights too.
-            hidden = hidden + 0 * self.backbone(input_ids=batch.tokens[None, :1]).sum()
+            hidden = hidden + 0 * self.backbone(input_ids=again.tokens, **again.inputs).sum()
         return hidden
 
     def backbone(self, **inputs: Any) -> Tensor:
-        """Return hidden states [rows, length, H]: the decoder without its head."""
-        return decoder(self.causal)(**inputs, use_cache=False, return_dict=True)[0]
+        """Return hidden states [rows, length, H]: the decoder without its head, or with images what
+        calls it. `inputs` that describe tokens are [rows, length, ...]."""
+        further = inputs.keys() - TEXT_INPUTS
+        part = image_reader(self.causal) if further else decoder(self.causal)
+        for name in further:
+            if inputs[name].is_floating_point():
+                inputs[name] = inputs[name].to(self.causal.dtype)
+        positions = inputs.get("position_ids")
+        if positions is not None and positions.dim() == 3:
+            inputs["position_ids"] = positions.movedim(2, 0)
+        return part(**inputs, use_cache=False, return_dict=True)[0]
 
     def most_passes(self, passes: int) -> int:
         """Return the largest number of passes on any rank if weights are sharded, else `passes`.
@@ -269,6 +280,11 @@ class BareEngine:
     def eval(self) -> None:
         """Switch recomputation off."""
         self.module.eval()
+
+
+def without_positions(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs from which a model computes its own positions."""
+    return {name: value for name, value in inputs.items() if name != "position_ids"}
 
 
 def default_attention(causal: Any) -> str:

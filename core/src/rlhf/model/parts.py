@@ -1,11 +1,13 @@
 """Parts of a transformers model: the model without its adapter, its decoder and its layers."""
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf.errors import RLHFError
 from rlhf.model.task import label_head, reads_images
 
 
@@ -33,6 +35,19 @@ def decoder(causal: Any) -> Any:
     return next(child for child in causal.children() if isinstance(child, PreTrainedModel))
 
 
+def image_reader(causal: Any) -> Any:
+    """Return the part that computes images, places them among the embeddings of a row and ends in
+    hidden states. Raises RLHFError if the head is a part of it."""
+    if not reads_images(causal.config):
+        return decoder(causal)
+    if causal.base_model is causal:
+        raise RLHFError(
+            f"{type(causal).__name__} computes images and logits in one module, so it can be "
+            "trained only on text; remove the images from the data, or choose another model.path"
+        )
+    return causal.base_model
+
+
 def language_model(causal: Any) -> Any:
     """Return what computes the logits of text: the model itself, or a language model inside of one
     that also reads images (Llama 4, which fails on text alone up to transformers 5.24)."""
@@ -42,16 +57,42 @@ def language_model(causal: Any) -> Any:
     return causal if text.get_output_embeddings() is None else text
 
 
-def beyond_text(causal: Any) -> list[nn.Module]:
+def beyond_text(causal: Any, *, without: Collection[str] = ()) -> list[nn.Module]:
     """Return the modules of a model that text does not reach, each without its parts: those of
-    towers for images and sounds, with their projectors. Empty for a model of text."""
+    towers for images and sounds, with their projectors, `without` the parts in `model.train`. Empty
+    for a model of text."""
     if not reads_images(causal.config):
         return []
     base = causal.base_model
     # With its head, if that is a language model of its own.
     text = (causal if label_head(causal) is None else base).get_decoder()
     reached = {*text.modules(), causal.get_input_embeddings()}
-    return [part for part in base.modules() if part not in reached]
+    return [
+        module
+        for name, module in base.named_modules()
+        if module not in reached and part_of(name) not in without
+    ]
+
+
+def outside(causal: Any, parts: Collection[str]) -> set[nn.Module]:
+    """Return the modules of a model, each without its parts, that belong to none of the `parts` in
+    `model.train`. A classifier's head belongs to each."""
+    left = {*beyond_text(causal, without=parts)}
+    if "language" not in parts:
+        head = label_head(causal)
+        kept = {*beyond_text(causal), *(head[1].modules() if head else ())}
+        left |= {module for module in causal.modules() if module not in kept}
+    return left
+
+
+def part_of(name: str) -> str:
+    """Return to which part of a model a module beyond text belongs, by its name in the base model:
+    to `vision`, to the `projector`, which some towers end with, or to `sound`."""
+    first, *rest = name.split(".")
+    if any(word in first for word in ("audio", "sound", "speech")):
+        return "sound"
+    is_tower = "vis" in first and "proj" not in first and not first.startswith("embed_")
+    return "vision" if is_tower and not any("merger" in part for part in rest) else "projector"
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

@@ -1,17 +1,20 @@
 """The start-up probe: runs a small batch on each path and takes the best path that is correct."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.packing import blank_batch
+from rlhf.data.batch import TOKEN_INPUTS, PackedBatch
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import Spans, blank_batch, pack, text_after
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.accelerated import kernels_on
@@ -21,6 +24,7 @@ from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, recurrent_layers, takes_our_attention
 from rlhf.model.parts import language_model
 from rlhf.model.task import label_head
+from rlhf.model.unfold import branches_of, inputs_at, num_rows, segments_of
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 """Largest accepted error of a hidden state, as a share of its norm. A wrong mask gives 0.3 and
@@ -37,6 +41,9 @@ MOST_TOKENS = 8192
 
 LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
+
+WITH_IMAGES = ((6, (11, 8)), (3, (7,)))
+"""Tokens of text in the probe's trees with images, as `PackedBatch.spans`."""
 
 OWN_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """What a model's own code may raise."""
@@ -72,12 +79,15 @@ def choose_path(
     *,
     longest: int = MOST_TOKENS,
     known: AttentionPath | None = None,
+    image: Example | None = None,
 ) -> AttentionPath:
     """Set `engine.module.path` to the best path that gives the model's own hidden states, and
     `engine.module.form` to that of its logits. Return both. Collective; all ranks choose the same.
 
     Compares a small batch of trees with one path at a time, without gradient. The trees are longer
-    than the attention window, if `longest` (the longest path in training) is. Raises RLHFError if
+    than the attention window, if `longest` (the longest path in training) is. If the data have
+    images, `image` is an example of them: then trees with its images are among the batch, in which
+    the model computes its own positions on one path at a time. Raises RLHFError if
     the model's logits are not those of `read_head`. Nothing is compared if the path is `known`,
     from a model that differs only in its weights.
     """
@@ -88,7 +98,8 @@ def choose_path(
         check_finite(module, mesh)
         module.path, module.form = known.path, known.form
         return known
-    batch = probe_batch(engine, min(longest, MOST_TOKENS))
+    data = "plain text" if image is None else "images"
+    batch = probe_batch(engine, min(longest, MOST_TOKENS), image)
     module.path = "separate"
     with torch.no_grad(), without_cudnn():
         try:
@@ -97,7 +108,7 @@ def choose_path(
             raise
         except OWN_FAILURES as error:
             raise RLHFError(
-                f"{type(module.causal).__name__} fails on plain text in {engine.precision} with "
+                f"{type(module.causal).__name__} fails on {data} in {engine.precision} with "
                 f"{type(error).__name__}: {first_line(error)}; choose another model.path"
             ) from error
         worst = max(mesh.gather(float(truth["head_error"])))
@@ -241,9 +252,10 @@ def largest_error(
     return value if value == value else float("inf")
 
 
-def probe_batch(engine: Engine, longest: int) -> PackedBatch:
+def probe_batch(engine: Engine, longest: int, image: Example | None = None) -> PackedBatch:
     """Return two trees, with two answers and one, the same on every rank. The first tree's answers
-    are beyond the attention window."""
+    are beyond the attention window. Two more trees have the images of a path of `image`, and those
+    twice."""
     module: Any = engine.module
     config = module.causal.config.get_text_config()
     window = max(
@@ -258,7 +270,51 @@ def probe_batch(engine: Engine, longest: int) -> PackedBatch:
     tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
     for placeholder in placeholders(module.causal.config):
         tokens[tokens == placeholder] = 0
+    if image is not None:
+        return batch_with_images(tokens, spans, image).to(engine.device)
     return blank_batch(tokens, spans).to(engine.device)
+
+
+def batch_with_images(tokens: Tensor, spans: Spans, image: Example) -> PackedBatch:
+    """Return the trees of `spans`, and two with images, of these `tokens` of text."""
+    whole = pack([image], [0])
+    path, segments = next(
+        pair for pair in zip(branches_of(whole), segments_of(whole), strict=True)
+        if num_rows(whole, pair[1])
+    )  # fmt: skip
+    places = torch.tensor(path)
+    own, inputs = whole.tokens[places].tolist(), inputs_at(whole, places, [segments])
+    text = cycle(tokens.tolist())
+    examples = []
+    for copies, (prompt, answers) in zip((0, 0, 1, 2), (*spans, *WITH_IMAGES), strict=True):
+        parts = [[*islice(text, length)] for length in (prompt, *answers)]
+        examples.append(
+            Example(
+                own * copies + parts[0],
+                [Answer(part) for part in parts[1:]],
+                inputs=repeated(inputs, copies, prompt, answers),
+            )
+        )
+    return pack(examples, range(len(examples)), round_to=2 * BLOCK)
+
+
+def repeated(
+    inputs: Mapping[str, Tensor], copies: int, prompt: int, answers: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the inputs of a tree whose prompt is `copies` of a path with these inputs, and then
+    `prompt` tokens of text."""
+    out = {}
+    for name, value in inputs.items():
+        if name not in TOKEN_INPUTS:
+            out[name] = torch.cat([value] * copies) if copies else value[:0]
+            continue
+        step = int(value.max()) + 1 if name == "position_ids" else 0
+        before = [value.numpy() + copy * step for copy in range(copies)] or [value.numpy()[:0]]
+        before.append(text_after(before[-1], prompt, name))
+        shared = np.concatenate(before)
+        parts = [shared, *(text_after(shared, length, name) for length in answers)]
+        out[name] = torch.from_numpy(np.concatenate(parts))
+    return out
 
 
 def placeholders(config: Any) -> list[int]:

@@ -104,11 +104,7 @@ class Segments:
                     back[tokens.start : tokens.stop] = range(first, first + len(tokens))
                     rows[number] = len(rows)
                     start += length
-                parents = [rows[parent] for number in numbers
-                           if (parent := self.segments[number].parent) is not None]  # fmt: skip
-                groups.append(
-                    Group(self._tensor(places), self._tensor(parents) if follows else None)
-                )
+                groups.append(Group(self._tensor(places), self._parents(numbers, rows)))
             self._groups[chunk] = groups, self._tensor(back)
         return self._groups[chunk]
 
@@ -123,19 +119,18 @@ class Segments:
             for numbers in filter(None, (starts, follow)):
                 parts = [self.segments[number].tokens for number in numbers]
                 places = np.concatenate([np.arange(part.start, part.stop) for part in parts])
-                parents = [rows[parent] for number in numbers
-                           if (parent := self.segments[number].parent) is not None]  # fmt: skip
                 offsets = self._tensor([0, *accumulate(map(len, parts))])
+                parents = self._parents(numbers, rows)
                 order.append(places)
-                groups.append(
-                    Group(
-                        self._tensor(places)[None],
-                        self._tensor(parents) if parents else None,
-                        offsets,
-                    )
-                )
+                groups.append(Group(self._tensor(places)[None], parents, offsets))
             self._groups[0] = groups, self._tensor(np.argsort(np.concatenate(order)))
         return self._groups[0]
+
+    def _parents(self, numbers: list[int], rows: dict[int, int]) -> Tensor | None:
+        """Return the `rows` of the prompts of segments; None if they start a path."""
+        parents = (self.segments[number].parent for number in numbers)
+        places = [rows[parent] for parent in parents if parent is not None]
+        return self._tensor(places) if places else None
 
     def _tensor(self, values: Any) -> Tensor:
         if self.device.type == "meta":

@@ -1,6 +1,6 @@
 """A model of a run: what its trainer asks for, its engine, its plan and its memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 from attrs import field, frozen
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
+from rlhf.data.example import Example
 from rlhf.engine import Engine, Layout, Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.model.probe import AttentionPath
@@ -38,8 +39,14 @@ class ModelSpec:
     """Number of its labels; None for that of its task."""
     extra: Mapping[str, Tensor] = field(factory=dict)
     """First values of the trainer's own parameters at its head."""
+    averages: Collection[str] = ()
+    """Names of those that are averages of others, so not trained."""
     dropout: bool = True
     """Whether it keeps its own dropout."""
+    image: Example | None = field(default=None, eq=False)
+    """The smallest example with images of the run's data; None if these have none."""
+    trains_on_images: bool = False
+    """Whether the rows that it is trained on have images."""
 
     @property
     def head_task(self) -> Task:

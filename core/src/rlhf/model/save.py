@@ -19,6 +19,7 @@ from rlhf.data.repeatable import without_day
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.dropout import published_config
+from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.parts import has_adapter, unwrapped
 from rlhf.model.task import label_head, reads_images
 from rlhf.model.tokenizer import end_tokens, with_padding
@@ -205,9 +206,30 @@ def exported_names(module: nn.Module) -> list[str]:
     return [*parameters, *(name for name, _ in module.named_buffers() if name in kept)]
 
 
+def buckets_of(module: nn.Module, size: int) -> Iterator[list[str]]:
+    """Yield the names of what an export needs, in buckets of at most `size` bytes or one weight."""
+    state, bucket, room = module.state_dict(keep_vars=True), list[str](), size
+    for name in exported_names(module):
+        needed = whole_shape(state[name]).numel() * state[name].element_size()
+        if bucket and needed > room:
+            yield bucket
+            bucket, room = [], size
+        bucket.append(name)
+        room -= needed
+    if bucket:
+        yield bucket
+
+
+def exported_bucket(model: nn.Module, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return some of the weights of a transformers model, a tied one once, by the names that an
+    export gives them."""
+    tied: Mapping[str, str] = {} if has_adapter(model) else unwrapped(model).all_tied_weights_keys
+    return exported_state(model, {tied.get(name, name): value for name, value in bucket.items()})
+
+
 def of_adapter(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter of a model with an adapter is trained or added by peft."""
-    return parameter.requires_grad or "default" in name.split(".")
+    """Return whether a parameter beside an adapter is trained, the trainer's own, or of peft."""
+    return parameter.requires_grad or "default" in name.split(".") or name.startswith(EXTRA_PREFIX)
 
 
 def check_exportable(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ def name_in_errors(config: Config, model: ModelConfig, field: str) -> str:
     revision = f"{of_folder}_revision"
     if field == "path" and of_folder:
         return of_folder
-    if field == "revision" and revision in own_settings(config):
+    if field == "revision" and revision in dict(own_settings(config)):
         return revision
     # Trainers pass the permission of the section `model` on.
     is_permission = field == "trust_remote_code" and not config.model.trust_remote_code
@@ -52,16 +52,20 @@ def name_in_errors(config: Config, model: ModelConfig, field: str) -> str:
 
 def setting_with(config: Config, folder: str) -> str:
     """Return the plugin's setting whose value is this folder of a model; "" if there is none."""
-    settings = own_settings(config).items()
-    return next((name for name, value in settings if value and value == folder), "")
+    return next((name for name, value in own_settings(config) if value and value == folder), "")
 
 
-def own_settings(config: Config) -> dict[str, object]:
-    """Return the settings of the trainer and the backend by their dotted names."""
+def own_settings(config: Config) -> list[tuple[str, object]]:
+    """Return the settings of the trainer and the backend with their dotted names; the sections of a
+    list have its name."""
     names = [name for name in attrs.fields_dict(type(config)) if name not in CORE]
-    sections = {name: getattr(config, name) for name in names}
-    return {
-        f"{name}.{setting_name(item)}": getattr(section, item.name)
-        for name, section in sections.items() if attrs.has(type(section))
-        for item in attrs.fields(type(section))
-    }  # fmt: skip
+    return [pair for name in names for pair in settings_in(name, getattr(config, name))]
+
+
+def settings_in(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the settings of a section, or of each of a list, with their dotted names."""
+    for section in value if isinstance(value, tuple) else (value,):
+        for item in attrs.fields(type(section)) if attrs.has(type(section)) else ():
+            pair = f"{name}.{setting_name(item)}", getattr(section, item.name)
+            yield pair
+            yield from settings_in(*pair)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from datetime import date
@@ -24,6 +25,8 @@ CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8")
 """The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML
 cannot express."""
 
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""Where older checkpoints of models that read images have their template."""
 PADDING = "<|pad|>"
 """The padding token for a tokenizer without its own."""
 
@@ -79,6 +82,9 @@ def read_tokenizer(model: ModelConfig) -> Any:
         raise damaged_file(folder, TOKENIZER) or RLHFError(
             f"no tokenizer in {path} ({first_line(error)}); check the name, or set model.tokenizer"
         ) from error
+    template = Path(folder) / PROCESSOR_TEMPLATE
+    if tokenizer.chat_template is None and template.is_file():
+        tokenizer.chat_template = json.loads(template.read_text(encoding="utf-8"))["chat_template"]
     return tokenizer
 
 

@@ -4,15 +4,16 @@ optimizer; and recomputation."""
 import difflib
 import fnmatch
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, OptimConfig
 from rlhf.errors import RLHFError
-from rlhf.model.parts import beyond_text
+from rlhf.model.parts import beyond_text, outside, unwrapped
 from rlhf.model.task import Task
 from rlhf.sharding import whole_shape
 
@@ -20,14 +21,14 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm
 """torch's own normalisation modules."""
 
 
-def prepare_trainable(causal: Any, config: Config, task: Task) -> nn.Module:
-    """Return the model with adapters, frozen parameters and recomputation as configured; with an
-    adapter it is wrapped by peft."""
+def prepare_trainable(
+    causal: Any, config: Config, task: Task, *, images: bool = False
+) -> nn.Module:
+    """Return the model with adapters, frozen parameters and recomputation as configured, for data
+    with or without images; with an adapter it is wrapped by peft."""
     if config.model.quantize is not None and causal.device.type != "meta":
         causal.requires_grad_(False)  # Only adapters, which are added later, are trained.
-    for part in beyond_text(causal):
-        for parameter in part.parameters(recurse=False):  # BLIP-2 itself is such a part.
-            parameter.requires_grad_(False)
+    freeze_parts(causal, trained_parts(config, images=images))
     model = causal
     if config.lora is not None or config.model.adapter is not None:
         from rlhf.model.adapters import with_adapter  # late: start-up time
@@ -37,6 +38,34 @@ def prepare_trainable(causal: Any, config: Config, task: Task) -> nn.Module:
     if config.model.recompute == "full":
         recompute(causal)
     return model
+
+
+def trained_parts(config: Config, *, images: bool = True) -> tuple[str, ...]:
+    """Return the parts of a model that are trained: on images `model.train` or its default."""
+    if not images:
+        return ("language",)
+    if config.model.train is not None:
+        return config.model.train
+    adapted = config.lora is not None or config.model.adapter is not None
+    return ("language",) if adapted else ("language", "projector")
+
+
+def raise_if_rate_of_frozen(config: Config, *, images: bool) -> None:
+    """Raise RLHFError if a part that is not trained has a learning rate."""
+    parts = trained_parts(config, images=images)
+    for part in config.optim.part_lr:
+        if part not in parts:
+            raise RLHFError(
+                f"optim.part_lr has a rate of {part}, which is frozen here; remove it, or add "
+                f"{part} to model.train and rows with images to data.train"
+            )
+
+
+def freeze_parts(causal: Any, trained: Collection[str]) -> None:
+    """Freeze what belongs to no part in `trained`. A classifier's head is always trained."""
+    for module in outside(causal, trained):
+        for parameter in module.parameters(recurse=False):  # BLIP-2 itself is such a module.
+            parameter.requires_grad_(False)
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -67,13 +96,15 @@ def recompute(causal: Any) -> None:
         causal.enable_input_require_grads()
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Return the trained parameters in groups for the optimizer: `{"params": [...],
-    "weight_decay": float}`.
+    "weight_decay": float, "lr": float}`.
 
     Only matrices outside of norms decay. Norm weights, biases and all parameters that were created
-    with fewer than two dimensions do not. A group has one dtype; float32 comes last.
+    with fewer than two dimensions do not. A group has one dtype, of which float32 comes last, and
+    belongs to one part of those with a rate of their own; the others come first.
     """
+    parts = _parts_of(module, optim.part_lr)
     decayed: dict[nn.Parameter, bool] = {}
     for owner in module.modules():
         # Families name their own RMS norm classes `...Norm`.
@@ -84,13 +115,30 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
             # At ZeRO-3 the parameter itself is flat.
             matrix = len(whole_shape(parameter)) >= 2
             decayed.setdefault(parameter, matrix and not is_norm and not name.endswith("bias"))
-    groups = defaultdict[tuple[int, bool], list[nn.Parameter]](list)
+    groups = defaultdict[tuple[str, int, bool], list[nn.Parameter]](list)
     for parameter, decays in decayed.items():
-        groups[parameter.dtype.itemsize, not decays].append(parameter)
+        part = parts.get(parameter, "")
+        groups[part, parameter.dtype.itemsize, not decays].append(parameter)
     return [
-        {"params": groups[size, fixed], "weight_decay": 0.0 if fixed else weight_decay}
-        for size, fixed in sorted(groups)
+        {
+            "params": groups[part, size, fixed],
+            "weight_decay": 0.0 if fixed else optim.weight_decay,
+            "lr": optim.part_lr.get(part, optim.lr),
+        }
+        for part, size, fixed in sorted(groups)
     ]
+
+
+def _parts_of(module: nn.Module, parts: Collection[str]) -> dict[nn.Parameter, str]:
+    """Return to which of some `parts` beyond text the parameters of a model belong."""
+    whole: Any = module
+    causal = unwrapped(whole.causal) if parts else None
+    return {
+        parameter: part
+        for part in parts
+        for owner in {*beyond_text(causal)} - {*beyond_text(causal, without=[part])}
+        for parameter in owner.parameters(recurse=False)
+    }
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

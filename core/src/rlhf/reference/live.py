@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from rlhf.config.reference_modes import ReferenceMode, check_reference
@@ -80,22 +80,28 @@ class CachedReference:
 
 @frozen(kw_only=True)
 class Follower:
-    """A frozen engine that moves towards the policy: TR-DPO (arXiv 2404.09656). Its weights
-    change, so they are part of a checkpoint."""
+    """Weights that move without being trained: those of a frozen engine towards the policy (TR-DPO,
+    arXiv 2404.09656), or averages in a trained one. They change, so they are in checkpoints."""
 
     engine: Engine
     source: Engine
-    """The policy."""
+    """The policy's engine, or `engine` itself."""
     every: int
     """Optimizer steps between two moves (tau)."""
     mix: float
-    """Share of the policy in the result (alpha); 1 replaces the weights."""
+    """Share of the source in the result (alpha); 1 replaces the weights."""
     hooks: BackendGateway
+    names: Mapping[str, str] = Factory(
+        lambda it: {name: name for name, _ in it.engine.module.named_parameters()}, takes_self=True
+    )
+    """For each parameter that moves that of `source`; by default all of the same names."""
 
     def after_step(self, step: int) -> None:
         """Move the weights if `step` is a multiple of `every`. Collective."""
         if step % self.every == 0:
-            self.hooks.mix_weights(engine=self.engine, source=self.source, share=self.mix)
+            self.hooks.mix_weights(
+                engine=self.engine, source=self.source, share=self.mix, names=self.names
+            )
 
 
 def choose_mode(

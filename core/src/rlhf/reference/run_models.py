@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from attrs import Factory, define, field
@@ -14,20 +16,21 @@ from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.config.source_names import check_model_folder
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.order import RunOrder, rounding_on, survey_draw
+from rlhf.data.packing import blank_of
 from rlhf.engine import Engine, Mesh, ModelShape
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
-from rlhf.model.extra import first_values, notes_on_extra
+from rlhf.model.extra import EXTRA_PREFIX, first_values, notes_on_extra
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.setting_names import name_in_errors, naming_model
 from rlhf.model.shape import empty_model
-from rlhf.model.task import Task
+from rlhf.model.task import Task, reads_images
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
 from rlhf.reference.surveyed import SurveyedExamples
 from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Reference, Trainer
+from rlhf.trainer import Average, Reference, Trainer
 
 
 @define(kw_only=True, eq=False)
@@ -44,6 +47,8 @@ class RunModels(ABC):
     steps: int
     longest: int
     """Tokens of the longest path."""
+    folder: Path | None = None
+    """See `rlhf.trainer.Run`."""
     examples: tuple[Examples, ...] = ()
     surveyed: tuple[SurveyedExamples, ...] = ()
     """What the survey sees of each of `examples` in every epoch, if the reference is cached."""
@@ -56,7 +61,7 @@ class RunModels(ABC):
     notes: list[str] = field(factory=list)
     """See `rlhf.trainer.Run`."""
     followers: list[Follower] = field(factory=list)
-    """Frozen engines that move; they are saved and restored with the run."""
+    """Weights that move without being trained; they are saved and restored with the run."""
 
     @property
     def trained(self) -> dict[str, Role]:
@@ -68,25 +73,63 @@ class RunModels(ABC):
         role: str,
         *,
         model: ModelConfig | None = None,
+        lora: bool = False,
         trained: bool = True,
         task: Task = "causal",
         labels: int | None = None,
-        extra: Mapping[str, Tensor] | None = None,
+        extra: Mapping[str, Tensor | Average] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
+        if lora:
+            config = attrs.evolve(config, lora=self.config.lora)
+        averages = {n: item for n, item in (extra or {}).items() if isinstance(item, Average)}
+        own = {n: it.value if isinstance(it, Average) else it for n, it in (extra or {}).items()}
+        for name, item in averages.items():
+            source = (extra or {}).get(item.of)
+            if not isinstance(source, Tensor) or source.shape != item.value.shape:
+                raise RLHFError(
+                    f"run.load(): the average {name!r} is of {item.of!r}, which is not a trained "
+                    "extra parameter of its shape; correct its name or shape"
+                )
         with naming_model(self.config, role, model):
             if model is not None:
                 check_model_folder(model.path, name_in_errors(self.config, model, "path"))
             if trained:
-                self.notes += notes_on_extra(config, extra or {})
+                self.notes += notes_on_extra(config, own)
+            found = [blank_of(part) for part in self.examples]
+            image = next((example for example in found if example is not None), None)
+            if image is not None and not reads_images(read_architecture(self.config)):
+                image = None  # They are a trainer's own inputs of a model of text.
+            on_images = image is not None and found[0] is not None
+            if trained and not on_images and config.model.train and self.examples:
+                raise RLHFError("model.train has no effect on data without images; remove it")
+            if image is not None and config.model.part == "text":
+                raise RLHFError(
+                    "model.part text leaves out what reads images, and the data have images; "
+                    "remove model.part"
+                )
             spec = ModelSpec(
                 role=role, config=config, trained=trained, model=model, optim=optim, task=task,
-                labels=labels, extra=first_values(config, extra or {}), dropout=dropout,
+                labels=labels, extra=first_values(config, own), averages=averages, dropout=dropout,
+                image=image, trains_on_images=on_images,
             )  # fmt: skip
-            engine = self._load(spec, empty_model(spec, self.mesh))
+            empty = empty_model(spec, self.mesh)
+            if image is not None and not reads_images(empty.causal.config):
+                raise RLHFError(
+                    f"model.path {config.model.path} reads text only, and the data have images; "
+                    "choose a model that reads images"
+                )
+            engine = self._load(spec, empty)
+        self.followers += [
+            Follower(
+                engine=engine, source=engine, every=item.every, mix=item.share, hooks=self.hooks,
+                names={EXTRA_PREFIX + name: EXTRA_PREFIX + item.of},
+            )
+            for name, item in averages.items()
+        ]  # fmt: skip
         self._limit_tokens()
         return engine
 

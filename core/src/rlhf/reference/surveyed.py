@@ -55,8 +55,9 @@ class SurveyedExamples:
         for number in range(len(self)):
             row = tree(self._examples[number])
             lists = [np.asarray(row[name], np.int32) for name in TOKENS]
-            digest.update(np.array([len(row["inputs"]), *map(len, lists)]).data)
+            inputs = row["arrays"].encode() + row["inputs"]
+            digest.update(np.array([len(inputs), *map(len, lists)]).data)
             digest.update(np.concatenate(lists).data)
-            digest.update(row["inputs"].encode())
+            digest.update(inputs)
             lengths.append(len(row["prompt"]))
         return digest.hexdigest(), np.array(lengths)

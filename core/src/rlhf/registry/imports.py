@@ -13,14 +13,16 @@ from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import (
     BackendPlugin,
     CommandPlugin,
+    DemoPlugin,
     ExtensionPlugin,
     FormatPlugin,
     KernelsPlugin,
+    MediaPlugin,
     ObserverPlugin,
     RolloutPlugin,
     TrainerPlugin,
 )
-from rlhf.registry.installed import Installed, NotInstalled, is_satisfied
+from rlhf.registry.installed import IN_CORE, Installed, NotInstalled, find, is_satisfied
 
 RECORDS: dict[str, Any] = {
     "trainer": TrainerPlugin,
@@ -28,8 +30,10 @@ RECORDS: dict[str, Any] = {
     "extension": ExtensionPlugin,
     "observer": ObserverPlugin,
     "command": CommandPlugin,
+    "demo": DemoPlugin,
     "format": FormatPlugin,
     "kernels": KernelsPlugin,
+    "media": MediaPlugin,
     "rollouts": RolloutPlugin,
 }
 
@@ -63,6 +67,11 @@ def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:
     if record.demo is None:
         raise RLHFError(f"{plugin} has no demo; pass --model and --data")
     return Path(str(sys.modules[plugin.value.partition(":")[0]].__file__)).with_name(record.demo)
+
+
+def demo_plugin(name: str) -> DemoPlugin | None:
+    """Return the record of `demo:NAME` if it is a plugin's, None if it is core's."""
+    return None if name in IN_CORE["demo"] else load_record(find("demo", name))
 
 
 def load_object(path: str, plugin: Installed | None = None) -> Any:

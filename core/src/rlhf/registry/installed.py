@@ -20,8 +20,10 @@ GROUPS = {
     "rlhf.observers": "observer",
     "rlhf.extensions": "extension",
     "rlhf.commands": "command",
+    "rlhf.demos": "demo",
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
+    "rlhf.media": "media",
     "rlhf.rollouts": "rollouts",
 }
 WITH_SECTION = ("trainer", "backend")
@@ -29,18 +31,16 @@ WITH_SECTION = ("trainer", "backend")
 CORE_COMMANDS = {
     "run": "rlhf.commands.records:run",
     "config": "rlhf.commands.records:config",
-    "inspect": "rlhf.commands.records:inspect",
-    "plan": "rlhf.commands.records:plan",
     "export": "rlhf.commands.records:export",
     "merge": "rlhf.commands.merge:plugin",
     "plugins": "rlhf.commands.plugins:plugin",
-    "doctor": "rlhf.commands.records:doctor",
 }
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
 """Core's sections and the flags of `rlhf run`."""
 IN_CORE: Mapping[str, Collection[str]] = {
     "command": CORE_COMMANDS,
+    "demo": ("arithmetic", "base", "equations", "ranked", "sums"),
     "format": ("demonstration", "preference", "prompt", "unpaired"),
 }
 """What core has itself, by kind of plugin."""

@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 from attrs import field, frozen
@@ -14,17 +14,18 @@ from attrs import field, frozen
 from rlhf.config.field_docs import documented
 from rlhf.config.sections import (
     Config,
+    DataEntry,
     Extensions,
-    NamedSections,
     Observers,
     OptimConfig,
     OptimizerKind,
     RolloutsConfig,
 )
-from rlhf.config.structure import structure
+from rlhf.config.source_names import DEMO
+from rlhf.config.structure import as_mapping, structure
 from rlhf.errors import RLHFError
-from rlhf.plugin import BackendPlugin, TrainerPlugin
-from rlhf.registry.imports import demo_file, load_record
+from rlhf.plugin import BackendPlugin, RolloutPlugin, TrainerPlugin
+from rlhf.registry.imports import demo_file, demo_plugin, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
 from rlhf.request.rules import contradictions, missing_inputs
@@ -39,6 +40,8 @@ from rlhf.request.settings_tree import (
 )
 from rlhf.request.words import parse_words
 
+T = TypeVar("T")
+DEFAULT_ENGINE = RolloutsConfig().engine
 Sections = tuple[tuple[str, type], ...]
 """Names of plugins, each with the class of its settings."""
 HANDED_OVER = ("demo", "notes", "resume", "overwrite")
@@ -107,9 +110,10 @@ def read_config(
     for kind in ("extension", "observer"):
         names, layers = as_sections(f"{kind}s", layers)
         named[f"{kind}s"] = tuple((each, load_record(find(kind, each)).config) for each in names)
+    engine = _engine_of(layers)
     cls = config_class(
         trainer.name, plugin.config, section, record.config, *named.values(), name,
-        record.optimizers,
+        record.optimizers, ((engine[0], engine[1].config),) if engine else (),
     )  # fmt: skip
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
     sections = ("model", "data", "optim", *named, trainer.name, section)
@@ -119,14 +123,17 @@ def read_config(
         tree[key] = {each: tree[key].get(each) for each, _ in listed}
     implied = record.defaults(tree[section]) if record.defaults else {}
     tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
-    demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
+    no_model = inputs and not {"path", "init"} & set(tree["model"])
+    demo = no_model and "train" not in tree["data"]
     tree = merge(cls, load_demo(demo_file(trainer, plugin) if demo else None), tree)
+    rows = str(as_mapping(DataEntry, tree["data"].get("train")).get("path"))
+    if no_model and rows.startswith(DEMO) and (other := demo_plugin(rows.removeprefix(DEMO))):
+        tree = merge(cls, other.settings(trainer.name), tree)
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or section}
-    config = _checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs)
-    if config.rollouts != RolloutsConfig():  # The default is needed only where answers are written.
-        find("rollouts", config.rollouts.engine)
+    checks = record.check, plugin.check if inputs else None, engine[1].check if engine else None
+    config = _checked(cls, tree, checks, inputs=inputs)
     return Request(
         name=trainer.name,
         config=config,
@@ -175,14 +182,16 @@ def config_class(
     observers: Sections = (),
     key: str = "",
     optimizers: tuple[OptimizerKind, ...] = (),
+    rollouts: Sections = (),
 ) -> type[Config]:
-    """Return Config with the sections of a trainer, a backend, extensions and observers. Its
-    instances can be pickled. `key` is what the trainer was found by, `optimizers` are those of the
-    backend."""
+    """Return Config with the sections of a trainer, a backend, extensions, observers and an engine
+    of rollouts. Its instances can be pickled. `key` is what the trainer was found by, `optimizers`
+    are those of the backend."""
     if trainer == backend:
         raise RLHFError(f"trainer and backend are both called '{trainer}'; choose another backend")
     made_of = (
         trainer, trainer_config, backend, backend_config, extensions, observers, key, optimizers,
+        rollouts,
     )  # fmt: skip
     body = {
         "trainer_key": key or trainer,
@@ -196,6 +205,8 @@ def config_class(
         sections["extensions"] = sections_class(Extensions, extensions)
     if observers:
         sections["observers"] = sections_class(Observers, observers)
+    if rollouts:
+        sections["rollouts"] = sections_class(RolloutsConfig, rollouts)
     return attrs.make_class(
         "RunConfig",
         {name: field(type=cls, factory=cls) for name, cls in sections.items()},
@@ -205,6 +216,14 @@ def config_class(
         kw_only=True,
         slots=True,
     )
+
+
+def _engine_of(layers: Sequence[Mapping[str, Any]]) -> tuple[str, RolloutPlugin] | None:
+    """Return the name and the record of the engine that the last layer with one names. The default
+    is needed only where answers are written, and has no settings."""
+    found = [as_mapping(RolloutsConfig, layer.get("rollouts")).get("engine") for layer in layers]
+    name = next((str(each) for each in reversed(found) if each is not None), DEFAULT_ENGINE)
+    return None if name == DEFAULT_ENGINE else (name, load_record(find("rollouts", name)))
 
 
 def _scale_rate_for_lora(
@@ -264,7 +283,7 @@ def as_sections(
 
 
 @functools.cache
-def sections_class(base: type[NamedSections], sections: Sections) -> type[NamedSections]:
+def sections_class(base: type[T], sections: Sections) -> type[T]:
     """Return `base` with these sections. Its instances can be pickled."""
     fields = {
         re.sub(r"\W", "_", name): field(type=cls, factory=cls, metadata={"setting": name})

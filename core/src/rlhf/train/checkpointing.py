@@ -29,6 +29,8 @@ def save(session: Session, step: int) -> None:
     """Write the checkpoint of `step`, complete or not at all, then remove old ones. With
     `checkpoint.async` the files are written while the next steps run. Collective."""
     mesh = session.mesh
+    if session.rollouts is not None:
+        session.rollouts.finish(step)
     session.place.enter("checkpoint", step=step)
     finish(session)
     if session.folder is not None:

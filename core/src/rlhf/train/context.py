@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.data.packing import divided
+from rlhf.data.packing import blank_of, divided
 from rlhf.engine import Engine, Plan
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, listed
 from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
 from rlhf.memory.fit import StepFit
@@ -35,7 +35,7 @@ from rlhf.model.setting_names import naming_model
 from rlhf.model.shape import check_positions, position_table, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.tokenizer import end_tokens
-from rlhf.model.trainable import parameter_groups
+from rlhf.model.trainable import parameter_groups, trained_parts
 from rlhf.readouts import token_logprobs
 from rlhf.reference.compute import attach_values, read_examples
 from rlhf.reference.digest import cache_folder, quick_digests
@@ -44,6 +44,7 @@ from rlhf.reference.run_models import RunModels
 from rlhf.rollouts import RolloutEngine, find_engine, load_engine
 from rlhf.sharding import free
 from rlhf.train.agreement import check_architecture, check_weights
+from rlhf.train.ahead import Ahead
 from rlhf.train.checkpointing import check_frozen
 from rlhf.train.fragments import check_model
 from rlhf.train.offloading import Phases
@@ -63,14 +64,19 @@ class RunContext(RunModels):
     _frozen: dict[str, Mapping[str, str]] = field(factory=dict, init=False)
     """For each role with frozen weights, digests of their files by path."""
     phases: Phases = field(init=False)
+    ahead: Ahead = field(init=False)
 
     @phases.default
     def _phases(self) -> Phases:
         return Phases(self.roles, self.mesh, self.hooks, self.fit)
 
+    @ahead.default
+    def _ahead(self) -> Ahead:
+        return Ahead(partial(self._write, ahead=True))
+
     def frozen_files(self) -> dict[str, str]:
         """Return digests of the files with frozen weights that checkpoints do not have, by path."""
-        moving = {follower.engine.role for follower in self.followers}
+        moving = {follower.engine.role for follower in self.followers} - self.trained.keys()
         sources = [files for role, files in self._frozen.items() if role not in moving]
         return {path: digest for files in sources for path, digest in files.items()}
 
@@ -91,7 +97,9 @@ class RunContext(RunModels):
             self._note_frozen(role, config.model, adapter=not spec.trained)
         known = probed_alike(self.roles[role], self.roles.values())
         with self.startup.part("probe of attention"):
-            attention = choose_path(engine, self.mesh, longest=self.longest, known=known)
+            attention = choose_path(
+                engine, self.mesh, longest=self.longest, known=known, image=spec.image
+            )
         check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)
         module = engine.module
         if compiles(config.model):
@@ -124,6 +132,13 @@ class RunContext(RunModels):
         """Yield what the run prints of a loaded model, whose folder has weights of the class
         `written`."""
         model, form = spec.config.model, FORMS[spec.head_task]
+        if spec.trains_on_images and spec.trained:
+            trained = trained_parts(spec.config)
+            frozen = [part for part in ("language", "projector", "vision") if part not in trained]
+            rest = f"; frozen: {listed(frozen)}" if frozen else ""
+            rates = {part: f" at {rate:g}" for part, rate in spec.config.optim.part_lr.items()}
+            named = [part + rates.get(part, "") for part in trained]
+            yield f"images     trained: {listed(named)}{rest}"
         if module.layers and spec.trained:
             yield module.layers
         if module.router_loss and spec.trained:
@@ -175,7 +190,7 @@ class RunContext(RunModels):
         self, config: Config, plan: Plan, module: nn.Module
     ) -> tuple[Optimizer, LRScheduler]:
         """Return the optimizer of a trained model, and the schedule of its learning rate."""
-        groups = parameter_groups(module, config.optim.weight_decay)
+        groups = parameter_groups(module, config.optim)
         optimizer = self.hooks.build_optimizer(
             groups=groups, config=config, plan=plan, model=module
         )
@@ -204,14 +219,47 @@ class RunContext(RunModels):
         seeds: Sequence[int],
         max_new_tokens: int,
         temperature: float = 1.0,
+        inputs: Sequence[Mapping[str, Any]] = (),
     ) -> list[Sample]:
         """See `rlhf.trainer.Run`."""
+        samples = self.ahead.take(seeds)
+        if samples is None:
+            samples = self._write(
+                engine, prompts, seeds=seeds, max_new_tokens=max_new_tokens,
+                temperature=temperature, inputs=inputs,
+            )()  # fmt: skip
+        return samples
+
+    def _write(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        ahead: bool = False,
+        temperature: float = 1.0,
+        inputs: Sequence[Mapping[str, Any]] = (),
+        **how: Any,
+    ) -> Callable[[], list[Sample]]:
+        """Have answers written, with `ahead` while the run trains if the engine can; the result
+        waits for them."""
+        if any(map(len, inputs)):
+            how["inputs"] = inputs
+        elif any(blank_of(part) is not None for part in self.examples):
+            raise RLHFError(
+                "the data have images, but run.sample() is called without `inputs`; pass "
+                "prompt_inputs(example) of each example"
+            )
         most = min(self.config.data.max_tokens, position_table(engine.module.causal) or sys.maxsize)
+        begin = getattr(self._writer, "begin", None) if ahead else None
         with self.phases("generation", running=engine):
-            return self._writer.sample(
-                engine, prompts, seeds=seeds, max_new_tokens=max_new_tokens, max_tokens=most,
-                ends=end_tokens(self.tokenizer), temperature=temperature,
+            written: Any = (begin or self._writer.sample)(
+                engine, prompts, max_tokens=most, ends=end_tokens(self.tokenizer),
+                temperature=temperature, **how,
             )  # fmt: skip
+        notes: list[str] = getattr(self._writer, "notes", [])
+        self.notes += notes
+        notes.clear()
+        return written if begin else lambda: written
 
     def read(
         self,

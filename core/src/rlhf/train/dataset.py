@@ -7,28 +7,35 @@ from fractions import Fraction
 import attrs
 from attrs import frozen
 
+from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config
 from rlhf.data.example import Example, longest_path, num_tokens
-from rlhf.data.packing import divided
+from rlhf.data.order import RunOrder
+from rlhf.data.packing import blank_of, divided
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import day_of
 from rlhf.memory.choice import START
 from rlhf.model.architecture import known_tokens
 from rlhf.model.tokenizer import load_tokenizer
-from rlhf.registry.imports import load_object
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import find
 from rlhf.request.reader import Request
-from rlhf.train.samples import check_engine, rows_to_show
+from rlhf.train.samples import check_engine, rows_to_show, scores_answers
 from rlhf.trainer import Trainer
 
 
+@documented
 @frozen(kw_only=True)
 class Dataset:
     """The tokenised rows, and the trainer that turned them into trees."""
 
     trainer: Trainer
+    """It has no models."""
     train: Examples
+    """The rows to train on."""
     eval: Examples | None
+    """The held-out rows."""
     day: date
     """The day that the chat template prints."""
 
@@ -58,6 +65,10 @@ class Dataset:
             return config
         tokens = max(START, self.largest(config))
         return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
+
+    def order(self, config: Config) -> RunOrder:
+        """Return the steps of an epoch on one device, without what a rollout makes."""
+        return RunOrder(examples=self.train, config=config)
 
     def steps_per_epoch(self, config: Config) -> int:
         """Return the number of optimizer steps of one epoch."""
@@ -101,6 +112,7 @@ def prepare_data(request: Request, day: date | None = None) -> Dataset:
     }
     data = Dataset(trainer=trainer, train=parts["train"], eval=parts.get("eval"), day=day)
     _check_tokens(data, config)
+    _check_images(data, config)
     for which, part in data.parts.items():
         try:
             trainer.check_examples(part)
@@ -109,6 +121,19 @@ def prepare_data(request: Request, day: date | None = None) -> Dataset:
     if data.eval is not None:
         rows_to_show(trainer, data.eval, config.train.samples)
     return data
+
+
+def _check_images(data: Dataset, config: Config) -> None:
+    """Raise RLHFError where an engine that reads text only would answer prompts with images."""
+    for which, part in data.parts.items():
+        samples = which == "eval" and config.train.samples and not scores_answers(data.trainer)
+        if (samples or data.trainer.needs_rollout()) and blank_of(part) is not None:
+            engine = find("rollouts", config.rollouts.engine)
+            if not load_record(engine).images:
+                raise RLHFError(
+                    f"data.{which} has images, which {engine} does not read; set rollouts.engine "
+                    "to embedded"
+                )
 
 
 def _check_tokens(data: Dataset, config: Config) -> None:

@@ -3,7 +3,7 @@
 import functools
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rlhf.model.packed import PREFIX, PackedModel
 from rlhf.model.role import POLICY, ModelSpec
 from rlhf.model.save import (
     SCORED_BY,
-    exported_names,
+    buckets_of,
     save_tokenizer_and_config,
     verify_export,
 )
@@ -35,7 +35,6 @@ from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
-from rlhf.sharding import whole_shape
 from rlhf.train.fragments import SavedEngine
 from rlhf.train.session import Session
 from rlhf.trainer import Trainer
@@ -78,20 +77,6 @@ def whole_weights(
         if keep:
             weights |= {name: value.to("cpu", copy=True) for name, value in bucket.items()}
     return weights
-
-
-def buckets_of(module: nn.Module, size: int) -> Iterator[list[str]]:
-    """Yield the names of what an export needs, in buckets of at most `size` bytes or one weight."""
-    state, bucket, room = module.state_dict(keep_vars=True), list[str](), size
-    for name in exported_names(module):
-        needed = whole_shape(state[name]).numel() * state[name].element_size()
-        if bucket and needed > room:
-            yield bucket
-            bucket, room = [], size
-        bucket.append(name)
-        room -= needed
-    if bucket:
-        yield bucket
 
 
 def write_weights(weights: Mapping[str, Tensor], module: nn.Module, directory: Path) -> None:

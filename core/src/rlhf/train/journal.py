@@ -78,7 +78,8 @@ class Journal:
         self.tokens_seen, self.skipped = state["tokens_seen"], state["skipped"]
 
     def start(self) -> None:
-        """Report the start of the run, once the models are ready."""
+        """Report the start of the run, once the models are ready and the notes so far printed."""
+        self._noted = len(self.notes)
         if self.folder is not None:
             self.observers.on_start(run=self.record)
 
@@ -86,7 +87,7 @@ class Journal:
         """Start the progress bar and the clock right before the first step."""
         if self.folder is not None:
             self._progress = Progress(first_step, self.record.steps)
-        self._noted = len(self.notes)
+        self._show_notes()
         self.speed = self.speed.restarted()
 
     def step(self, result: StepResult) -> None:
@@ -95,13 +96,17 @@ class Journal:
         self.tokens_seen += int(result.plan.lengths.sum())
         self.skipped += any(item.skipped_by_scaler for item in result.outcomes.values())
         self.flush()
-        new, self._noted = self.notes[self._noted :], len(self.notes)
-        if new and self.folder is not None:
-            print("\n".join(new), flush=True)
+        self._show_notes()
         if result.report is not None:
             self._pending = (result, self._host_metrics(result))
         if self._progress is not None:
             self._progress.step(result.step)
+
+    def _show_notes(self) -> None:
+        """Print the notes that are new."""
+        new, self._noted = self.notes[self._noted :], len(self.notes)
+        if new and self.folder is not None:
+            print("\n".join(new), flush=True)
 
     def start_evaluation(self) -> None:
         """Note that an evaluation begins; its time does not count as that of steps."""

@@ -96,8 +96,8 @@ def phase_peak(fit: StepFit, phase: Phase) -> int:
     known.
 
     Gradients are released between steps. A forward without gradient takes at most what a step takes
-    without its activations, and a survey what it takes in a step. Answers add keys and values for
-    the tokens of a micro-batch, at most two hidden states per layer and token.
+    without its activations, a survey what it takes in a step. Answers add keys and values, at most
+    two hidden states per layer for each token of a micro-batch, and more only where memory is free.
     """
     estimate, rehearsed = fit.estimate, fit.rehearsed
     if estimate is None or not isinstance(rehearsed, Rehearsed):

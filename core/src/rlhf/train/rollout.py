@@ -4,6 +4,7 @@ trained on or evaluated."""
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import numpy as np
 from attrs import define, field, frozen
 
@@ -15,8 +16,9 @@ from rlhf.data.order import RunOrder, StepPlan
 from rlhf.data.packing import divided
 from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.launch.places import Marker
+from rlhf.train.ahead import Ahead
 from rlhf.trainer import Trainer
 
 FILE = "rollout.arrow"
@@ -57,6 +59,10 @@ class Rollouts:
     order: RunOrder
     mesh: Mesh
     place: Marker
+    num_steps: int
+    """Steps of the whole schedule."""
+    ahead: Ahead
+    """The answers of the next block, if they are drawn before the steps of this one."""
     _block: Block | None = field(default=None, init=False)
     _examples: Sequence[Example] = field(default=(), init=False)
     """The examples of the block, the same on every rank."""
@@ -71,9 +77,16 @@ class Rollouts:
         rows = np.concatenate(by_batch)
         if block != self._block:
             self.place.enter("rollout", step=number + 1)
+            self._draw_ahead(block)
             seeds = seeds_of(rows, seed, DRAWN, block.epoch)
             moment = Moment(f"step {number + 1}", self.order.examples)
+            drawn = {*self.ahead.drawn}
             self._examples = self._roll_out(self.order, rows, number, seeds, moment)
+            if drawn & self.ahead.drawn.keys():
+                raise SameOnAllRanks(
+                    f"{moment.when}: {call_of(self.trainer, 'draws')} returned other seeds than "
+                    "rollout() passes to Run.sample; return the same"
+                )
             self._block = block
         turn, part = divmod(number - block.first, len(by_batch))
         places = np.arange(len(rows))
@@ -85,15 +98,23 @@ class Rollouts:
         passes = self.trainer.rollout_passes
         return self.order.step_of(chosen, rows[places], number, passes=passes)
 
+    def finish(self, step: int) -> None:
+        """Wait for answers that are being written after `step` steps. Collective."""
+        if self.ahead.writing:
+            self.place.enter("rollout", step=step)
+            self.ahead.finish()
+
     def save(self, folder: Path, step: int) -> list[Path]:
-        """Write the examples that the steps after `step` still need; return the file, if any."""
+        """Write, after `finish`, what the steps after `step` still need; return the files."""
+        files = self.ahead.save(folder)
         if self._block is None or self._block != Block.of(step, self.order, self.trainer):
-            return []
+            return files
         write(to_table([tree(example) for example in self._examples]), folder / FILE)
-        return [folder / FILE]
+        return [*files, folder / FILE]
 
     def load(self, folder: Path, step: int) -> None:
         """Restore what `save` wrote after `step`."""
+        self.ahead.load(folder)
         if (folder / FILE).exists():
             file = TreeFile(folder / FILE)
             self._examples = [file[number] for number in range(len(file))]
@@ -109,12 +130,31 @@ class Rollouts:
         examples = self._roll_out(order, rows, step, seeds, after(step, order.examples))
         return order.step_of(examples, rows, number)
 
+    def _draw_ahead(self, block: Block) -> None:
+        """With a lag, have the answers of the next block drawn before the steps of this one, and,
+        where the schedule begins, first those of this one. Collective."""
+        rollouts = self.order.config.rollouts
+        if not rollouts.lag or rollouts.replay is not None:
+            return  # Recorded answers are there at any time.
+        self.ahead.finish()
+        blocks = [] if self.ahead.drawn else [block]
+        following = block.first + len(block.batches) * self.trainer.rollout_passes
+        if following < self.num_steps:
+            blocks.append(Block.of(following, self.order, self.trainer))
+        for each in blocks:
+            rows = np.concatenate([self.order.rows(batch) for batch in each.batches])
+            seeds = seeds_of(rows, self.order.config.train.seed, DRAWN, each.epoch)
+            moment = Moment(f"step {block.first + 1}", self.order.examples)
+            with naming(call_of(self.trainer, "draws"), moment, rows):
+                asked = self.trainer.draws(named(self.order, rows), seeds)
+            self.ahead.begin(block.first, **asked)
+
     def _roll_out(
         self, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int], moment: Moment
     ) -> Sequence[Example]:
         """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
         than the budget and cannot be divided. Collective."""
-        given = [order.examples[int(row)] for row in rows]
+        given = named(order, rows)
         with naming(call_of(self.trainer, "rollout"), moment, rows):
             examples = self.trainer.rollout(given, step, seeds)
         check_rollout(examples, self.trainer, moment, rows.tolist(), self.mesh)
@@ -131,6 +171,12 @@ class Rollouts:
                     "fewer tokens"
                 )
         return examples
+
+
+def named(order: RunOrder, rows: Rows) -> list[Example]:
+    """Return the examples of these rows with the names of their rows."""
+    known = order.examples
+    return [attrs.evolve(known[row], row=known.name(row)) for row in rows.tolist()]
 
 
 def seeds_of(rows: Rows, *stream: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""Samples of an evaluation (`train.samples`): held-out rows with answers that the policy writes, or
-with scores of their own answers."""
+"""Samples of an evaluation (`train.samples`): held-out rows with answers that the policy writes,
+with scores of their own answers, or what an on-policy trainer shows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from rlhf.config.sections import Config
 from rlhf.contract.checks import after, call_of, naming
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
+from rlhf.data.packing import prompt_inputs
 from rlhf.errors import RLHFError
 from rlhf.rollouts import find_engine
 from rlhf.train.session import Session
@@ -54,13 +55,18 @@ def take_samples(session: Session, *, step: int) -> list[Shown]:
     order, trainer = session.eval_order, session.trainer
     if order is None or not session.config.train.samples:
         return []
+    if type(trainer).samples is not Trainer.samples:
+        return [dict(sample) for sample in trainer.samples(session.config.train.samples)]
     # A rank may write for long while others wait: only this phase allows it (places.SLOW).
     session.place.enter("rollout")
     held_out = order.examples
     rows = rows_to_show(trainer, held_out, session.config.train.samples)
     examples = [held_out[row] for row in rows]
     shown: list[Shown] = [
-        {"row": held_out.name(row), "prompt": _text(trainer, example.prompt)}
+        {
+            "row": held_out.name(row),
+            "prompt": "\n".join([*held_out.images(row), _text(trainer, example.prompt)]),
+        }
         for row, example in zip(rows, examples, strict=True)
     ]
     if scores_answers(trainer):
@@ -72,7 +78,7 @@ def take_samples(session: Session, *, step: int) -> list[Shown]:
         return shown
     written = session.sample(
         session.engine, [example.prompt for example in examples], seeds=[0] * len(examples),
-        temperature=0.0, max_new_tokens=MAX_NEW_TOKENS,
+        temperature=0.0, max_new_tokens=MAX_NEW_TOKENS, inputs=[*map(prompt_inputs, examples)],
     )  # fmt: skip
     for sample, answer in zip(shown, written, strict=True):
         sample["answers"] = [_text(trainer, answer.tokens)]

@@ -73,7 +73,7 @@ class Session:
     trained: Mapping[str, Role]
     """The trained models by role, the policy among them."""
     followers: Sequence[Follower]
-    """Frozen engines whose weights move with the policy's."""
+    """Weights that are not trained and move with others."""
     saved_engines: Sequence[Engine]
     """The engines whose weights change, which checkpoints hold."""
     frozen: Mapping[str, str]

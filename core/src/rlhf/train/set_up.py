@@ -50,8 +50,9 @@ def set_up(
     run = RunContext(
         config=config, tokenizer=trainer.tokenizer, mesh=mesh, hooks=hooks, steps=fit.steps,
         longest=data.longest(config), examples=tuple(data.parts.values()), resumed=resumed, fit=fit,
-        startup=place.startup,
+        startup=place.startup, folder=path,
     )  # fmt: skip
+    check_rollouts(request.name, trainer, config)
     identity = "" if folder is None else introduce_run(request, data, fit, choice, folder)
     trainer.setup(run)
     check_setup(trainer, run.roles)
@@ -81,7 +82,7 @@ def session_of(
     config, mesh, trained = run.config, run.mesh, run.trained
     train_order, *eval_orders = (run.order(trainer, part) for part in range(len(run.examples)))
     saved = [role.engine for role in trained.values()]
-    saved += [follower.engine for follower in run.followers]
+    saved += [it.engine for it in run.followers if it.engine is not it.source]
     shapes = [role.shape for role in trained.values()]
     num_states = trained["policy"].shape.num_states(config.optimizer_kind)
     journal = Journal(
@@ -94,10 +95,24 @@ def session_of(
         followers=run.followers, saved_engines=saved, journal=journal, folder=folder, place=place,
         make_room=run.phases, sample=run.sample, frozen=run.frozen_files(),
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
-        rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
+        rollouts=None if not trainer.needs_rollout() else Rollouts(
+            trainer, train_order, mesh, place, run.steps, run.ahead
+        ),
         checkpoint_bytes=num_bytes(saved, run.hooks, mesh, num_states=num_states),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
+
+
+def check_rollouts(name: str, trainer: Trainer, config: Config) -> None:
+    """Raise RLHFError if recorded answers are asked for and the trainer makes none, and for a lag
+    of a trainer that cannot draw ahead."""
+    if config.rollouts.lag and type(trainer).draws is Trainer.draws:
+        raise RLHFError(f"rollouts.lag: trainer {name!r} cannot draw answers ahead; remove it")
+    if config.rollouts.replay is not None and not trainer.needs_rollout():
+        raise RLHFError(
+            f"rollouts.replay has no effect with trainer {name!r}, which trains on the answers of "
+            "its rows; remove it"
+        )
 
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:

@@ -143,8 +143,14 @@ class DeepSpeedBackend:
         return whole(engine, buckets)
 
     @hookimpl
-    def mix_weights(self, engine: InferenceEngine, source: InferenceEngine, share: float) -> bool:
-        mix(engine, source, share=share)
+    def mix_weights(
+        self,
+        engine: InferenceEngine,
+        source: InferenceEngine,
+        share: float,
+        names: Mapping[str, str],
+    ) -> bool:
+        mix(engine, source, share=share, names=names)
         return True
 
     @hookimpl

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from rlhf.engine import EngineState, Fragment, SavedState
 from rlhf.errors import RLHFError
+from rlhf_optim import RoundedAdamW
 from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.nvme import state_files
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.weights import buffers
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -195,7 +195,9 @@ def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
     """Yield frozen weights and the buffers of the state dict, but nothing of an adapter's base."""
     adapter_only = is_adapter(engine.module)
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad or (adapter_only and "default" not in name.split(".")):
+        # The trainer's own parameters (`extra`) are at the model's head, outside of its base.
+        of_base = not name.startswith("extra.") and "default" not in name.split(".")
+        if parameter.requires_grad or (adapter_only and of_base):
             continue
         shard = getattr(parameter, "ds_tensor", None)
         if shard is None:

@@ -7,10 +7,10 @@ from attrs import frozen
 
 from rlhf.engine import ModelShape, fused_on
 from rlhf.plugin import Config
+from rlhf_optim import CHUNK
 from rlhf_plugin_deepspeed.muon import AT_ONCE
 from rlhf_plugin_deepspeed.partial import host_share
 from rlhf_plugin_deepspeed.plans import ZeroPlan
-from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000
 """Elements that stage 3 gathers beside the shards: those kept for their next use (DeepSpeed's

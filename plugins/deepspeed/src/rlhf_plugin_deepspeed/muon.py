@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from rlhf.engine import Mesh, whole_shape
 from rlhf.errors import RLHFError
-from rlhf_plugin_deepspeed.first_moment import move
+from rlhf_optim import move, orthogonal
 from rlhf_plugin_deepspeed.leaves import decoder_layers
 from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.tensor import part_of
@@ -24,10 +24,8 @@ from rlhf_plugin_deepspeed.tensor import part_of
 if TYPE_CHECKING:
     from rlhf_plugin_deepspeed.checkpoint import Piece
 
-MOMENTUM, ITERATIONS = 0.95, 5
-"""Nesterov's, and Newton-Schulz's; `optim.betas` are AdamW's."""
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5 in the polynomial that is iterated."""
+MOMENTUM = 0.95
+"""Nesterov's; `optim.betas` are AdamW's."""
 RMS = 0.2
 """Root mean square of an update, as AdamW's: its rates suit (arXiv 2502.16982, equation 4)."""
 AT_ONCE = 1_000_000_000
@@ -147,16 +145,3 @@ def _orthogonalize(parameter: Tensor, fragments: Sequence[Tensor]) -> None:
         matrix = part.of(orthogonal(part.whole(matrix.view(parameter.shape))))
     values = matrix.reshape(-1).split([fragment.numel() for fragment in fragments])
     torch._foreach_copy_(list(fragments), values)
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return matrices with singular values of about 1, by Newton-Schulz iterations."""
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    stack = (matrix.mT if is_tall else matrix).reshape(-1, *sorted(matrix.shape[-2:]))
-    stack = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp(min=1e-7)
-    first, third, fifth = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        square = stack @ stack.mT
-        factor = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
-        stack = torch.baddbmm(stack, factor, stack, beta=first)
-    return (stack.mT if is_tall else stack).reshape(matrix.shape)

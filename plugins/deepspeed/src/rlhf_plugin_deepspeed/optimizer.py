@@ -10,10 +10,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from rlhf.plugin import Config, OptimConfig
-from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
+from rlhf_optim import RULES, FirstMomentOptimizer, RoundedAdamW
 from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.muon import Muon, hidden_matrices
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
 ROUNDED = "AdamW in bf16 with stochastic rounding"

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf.engine import Mesh, register_sharding
 from rlhf.errors import RLHFError
+from rlhf_optim import RoundedAdamW
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
@@ -27,7 +28,6 @@ from rlhf_plugin_deepspeed.patches.install import replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import by_dtype, patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
 from rlhf_plugin_deepspeed.plans import ZeroPlan
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.stepping import CHECKS_BY_NORM, choose_step, has_masters
 from rlhf_plugin_deepspeed.tensor import divide
 from rlhf_plugin_deepspeed.versions import installed_version, older

@@ -9,11 +9,11 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from rlhf.engine import Axis, Deferred, LaterOutcome, StepOutcome
+from rlhf_optim import RoundedAdamW
 from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.patches.checks import sharded_norm
 from rlhf_plugin_deepspeed.plans import ZeroPlan
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.tensor import part_of
 from rlhf_plugin_deepspeed.versions import installed_version, older
 

@@ -125,12 +125,15 @@ def _has_room(parameters: list[Any], mesh: Mesh) -> bool:
     return not mesh.max(lacks).item()
 
 
-def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> None:
-    """Move the weights of `engine` to `share` of `source`'s, in fp32 and back. Collective."""
+def mix(
+    engine: InferenceEngine, source: InferenceEngine, *, share: float, names: Mapping[str, str]
+) -> None:
+    """Move each weight in `names` of `engine` to `share` of that of `source`, in fp32 and back.
+    Collective."""
     first = engine.mesh.rank == 0
-    parameters, others = engine.module.named_parameters(), source.module.named_parameters()
-    for (name, parameter), (other_name, other) in zip(parameters, others, strict=True):
-        assert name == other_name, f"{engine.role} has {name} where {source.role} has {other_name}"
+    for name, other_name in names.items():
+        parameter = engine.module.get_parameter(name)
+        other = source.module.get_parameter(other_name)
         sharded = hasattr(parameter, "ds_id")
         with (
             torch.no_grad(),

@@ -409,7 +409,8 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
     generation["after"] = engine.module.training
     for name, source in (("trained", engine), ("reference", reference)):
         _export(backend, source, mesh, folder / name)
-    backend.mix_weights(engine=reference, source=engine, share=SHARE)
+    names = {name: name for name, _ in reference.module.named_parameters()}
+    backend.mix_weights(engine=reference, source=engine, share=SHARE, names=names)
     _export(backend, reference, mesh, folder / "mixed")
     return Seen(
         outcome=outcome,

@@ -78,12 +78,17 @@ class TrainerConformance:
     clip: ClassVar[str] = "0.05"
     """Largest gradient norm of the runs: below that of every step, since without clipping AdamW
     hides a gradient of the wrong scale."""
+    marks_of_other_layouts: ClassVar[Sequence[pytest.MarkDecorator]] = ()
+    """Marks of the tests in all layouts of the backend but the last, such as one by which a quick
+    run of the tests leaves them out."""
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
         """Give a test that has the argument `layout` each layout of the backend."""
         if "layout" in metafunc.fixturenames:
-            metafunc.parametrize("layout", layouts(cls.backend))
+            *others, last = layouts(cls.backend)
+            marked = [pytest.param(name, marks=cls.marks_of_other_layouts) for name in others]
+            metafunc.parametrize("layout", [*marked, last])
         if "precision" in metafunc.fixturenames:
             metafunc.parametrize("precision", cls.precisions)
 

@@ -122,6 +122,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "KimiLinearConfig",
         LATENT
         | {"num_experts": 4, "num_shared_experts": 1, "num_expert_group": 1}
+        | {"linear_num_heads": 4, "linear_head_dim": 8}
         | {"layer_types": ["linear_attention", "full_attention"]},
     ),
     "Bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1]}),

@@ -26,6 +26,7 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from attrs import field, frozen
@@ -37,6 +38,12 @@ GRACE = 5.0
 """Seconds that the other ranks get once one has failed: most wait in a collective for it."""
 START = 300.0
 """Seconds that the workers may take to import torch and find each other."""
+IMPORTED = (
+    "rlhf.train.rank", "transformers.models.llama.modeling_llama", "datasets",
+    "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
+)  # fmt: skip
+"""What one process imports without a device, to become all workers of a session by a fork. The last
+two are what a function under `torch.compile` imports, such as DeepSpeed's Muon."""
 
 
 class RankFailure(AssertionError):
@@ -66,6 +73,7 @@ class Ranks:
 
     def __init__(self, world: int, *, environment: dict[str, str] | None = None) -> None:
         self.world = world
+        self._has_own_environment = bool(environment)
         self.environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | (environment or {})
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
@@ -127,7 +135,7 @@ class Ranks:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = self._context()
         self._folder = tempfile.TemporaryDirectory(prefix="rlhf-ranks-")
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
@@ -141,12 +149,24 @@ class Ranks:
             arguments = (theirs, str(store), self.environment | place)
             # Not daemons, which may have no processes of their own.
             process = context.Process(target=_work, args=arguments)
-            process.start()
+            with patch.dict(os.environ, self.environment):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
         atexit.register(self.close)
         self._collect(START, doing="the start")
+
+    def _context(self) -> Any:
+        """Return how to start processes: by a fork of one that has imported what all need, unless
+        they use a device or variables that libraries read when they are imported."""
+        import torch
+
+        if self._has_own_environment or torch.accelerator.is_available():
+            return multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*IMPORTED])
+        return context
 
     def _collect(self, timeout: float, *, doing: str, fails: bool = False) -> list[Answer]:
         answers: dict[int, Answer] = {}
@@ -238,6 +258,13 @@ def _story(answers: dict[int, Answer], *, world: int, doing: str, timeout: float
 
 def _work(pipe: connection.Connection, store: str, environment: dict[str, str]) -> None:
     """Join the group, then run what comes through the pipe until it closes."""
+    try:
+        _serve(pipe, store, environment)
+    finally:
+        atexit._run_exitfuncs()  # A forked process ends without them.
+
+
+def _serve(pipe: connection.Connection, store: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     from torch import distributed
 

@@ -3,6 +3,7 @@ FOLDER` writes the model's configuration and a byte-level tokenizer made from th
 `demo/base.yaml` of the core is the recipe."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,8 +23,8 @@ TEMPLATE = (
 def make(folder: Path) -> None:
     """Write config.json and the tokenizer's files."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_train_tokenizer(), bos_token="<|begin|>", eos_token="<|end|>",
-        pad_token="<|pad|>", model_max_length=512,
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()), bos_token="<|begin|>",
+        eos_token="<|end|>", pad_token="<|pad|>", model_max_length=512,
     )  # fmt: skip
     tokenizer.chat_template = TEMPLATE
     config = LlamaConfig(
@@ -37,8 +38,10 @@ def make(folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _train_tokenizer() -> Tokenizer:
-    """Byte-level BPE with every digit a piece of its own, so that any text can be read."""
+@cache
+def _trained_tokenizer() -> str:
+    """Return, as JSON, byte-level BPE with every digit a piece of its own, so that any text can be
+    read."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,7 +56,7 @@ def _train_tokenizer() -> Tokenizer:
     )  # fmt: skip
     text = (f"{item.question}\n{item.solution}" for item in arithmetic.problems("train"))
     tokenizer.train_from_iterator(text, trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,6 @@ plugin = TrainerPlugin(
     trainer="rlhf_plugin_grpo.trainer:GRPOTrainer",
     defaults={"optim.lr": 1e-6},
     demo="demo.yaml",
-    report="rlhf_plugin_grpo.report:report",
+    report="rlhf_rollouts.report:report",
     check=check,
 )

@@ -1,6 +1,5 @@
 """The section `grpo`."""
 
-import re
 from typing import Any, Literal
 
 import attrs
@@ -20,17 +19,11 @@ from rlhf_plugin_grpo.presets import (
     Truncated,
 )
 from rlhf_rollouts.rewards.spec import RewardSpec
+from rlhf_rollouts.settings import Correction, Evaluation, Tools, check_lag, is_pattern
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 optional = validators.optional
-
-
-def _is_pattern(instance: Any, attribute: Any, value: str | None) -> None:
-    try:
-        re.compile(value or "")
-    except re.error as error:
-        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
 
 
 def _names_function(instance: Any, attribute: Any, value: str | None) -> None:
@@ -77,30 +70,6 @@ class KL:
 
 
 @frozen(kw_only=True)
-class Correction:
-    """The weight of a token whose probability in training is not that with which it was drawn, as
-    engines of other precision write answers."""
-
-    kind: Literal["none", "truncate", "mask"] = "truncate"
-    """truncate: the ratio of both probabilities, at most high. mask: the same, 0 for tokens outside
-    low to high."""
-    high: float = field(default=2.0, validator=validators.gt(1))
-    """The largest ratio (2 at fengyao.notion.site/off-policy-rl)."""
-    low: float = field(default=0.5, validator=validators.and_(positive, validators.lt(1)))
-    """mask: the smallest ratio."""
-
-
-@frozen(kw_only=True)
-class Evaluation:
-    """The answers to held-out prompts."""
-
-    answers: int = field(default=1, validator=positive)
-    """Answers to each prompt; eval/reward is the mean over all of them."""
-    temperature: float = field(default=0.0, validator=not_negative)
-    """Temperature at which they are sampled; 0 takes the most likely tokens."""
-
-
-@frozen(kw_only=True)
 class GRPOConfig:
     """Group relative policy optimisation and its relatives."""
 
@@ -116,8 +85,10 @@ class GRPOConfig:
     """Maximum length of an answer."""
     temperature: float = field(default=1.0, validator=validators.ge(0.01))
     """Divides the logits when answers are drawn, and in the loss."""
-    stop: str | None = field(default=None, validator=_is_pattern)
+    stop: str | None = field(default=None, validator=is_pattern)
     """Regular expression: an answer ends with the token that completes its first match."""
+    tools: Tools = field(factory=Tools)
+    """What the policy may call while it writes an answer."""
     advantage: Advantage | None = None
     """mean: the reward minus the mean of the group (arXiv 2402.03300). leave_one_out: minus the
     mean of the others (arXiv 2402.14740). none: the reward. Default: that of the preset."""
@@ -137,6 +108,9 @@ class GRPOConfig:
     that of the preset."""
     correction: Correction = field(factory=Correction)
     """The weight of tokens whose probability in training differs from that in sampling."""
+    agreement: float = field(default=0.05, validator=positive)
+    """Largest mean difference, in nats, between the log-probabilities of the tokens of a rollout
+    in sampling and in training; a larger one ends the run."""
     kl: KL = field(factory=KL)
     """The penalty on the distance from the policy before training."""
     truncated: Truncated | None = None
@@ -146,6 +120,9 @@ class GRPOConfig:
     filter: Filter | None = None
     """zero_variance: groups whose rewards are all equal are not computed and do not count in the
     averages. Default: that of the preset."""
+    entropy: float = field(default=0.0, validator=not_negative)
+    """Factor of the mean entropy of the tokens of the step, which is added to the gain, so that the
+    policy stays less certain."""
     batches: int = field(default=1, validator=positive)
     """How many steps' prompts are answered at once."""
     passes: int = field(default=1, validator=positive)
@@ -157,7 +134,7 @@ class GRPOConfig:
     deadline: float = field(default=60.0, validator=positive)
     """Seconds in which a reward has to return."""
     workers: int = field(default=1, validator=positive)
-    """Processes that call reward functions."""
+    """Processes that call reward functions, and as many that call tools."""
 
     @property
     def method(self) -> Method:
@@ -202,11 +179,7 @@ class GRPOConfig:
                 "nearly equal would get advantages without bound; set scale to none",
                 method.advantage == "none" and method.scale != "none" and self.answers > 1,
             ),
-            (
-                f"eval.answers {self.eval.answers} are the same with eval.temperature 0; set "
-                "eval.temperature",
-                self.eval.answers > 1 and self.eval.temperature == 0,
-            ),
+            (self.eval.broken, self.eval.broken),
             (
                 f"clip.low and clip.dual have no effect with clip.kind {method.clip_kind}",
                 method.clip_kind != "ppo" and (clip.low or clip.dual),
@@ -228,21 +201,16 @@ class GRPOConfig:
                 "log-ratio itself, so remove it",
                 method.kl_in == "reward" and kl.estimator,
             ),
-            (
-                "correction.low has no effect without correction.kind mask",
-                self.correction.kind != "mask" and self.correction.low != 0.5,
-            ),
-            (
-                "correction.high has no effect with correction.kind none",
-                self.correction.kind == "none" and self.correction.high != 2.0,
-            ),
+            (self.correction.broken, self.correction.broken),
+            (self.tools.broken, self.tools.broken),
         )
 
 
 def check(config: Config) -> None:
     """Raise RLHFError without rewards, and for a reference that this run cannot have."""
     section: GRPOConfig = config.own
-    if not section.rewards:
+    if not section.rewards and section.tools.environment is None:
         raise RLHFError("grpo.rewards is empty; name a rule or a function, such as exact")
+    check_lag(config, section.correction, "grpo")
     if section.method.kl_beta:
         check_reference(config, section.kl.reference, every=section.kl.every, live=True)

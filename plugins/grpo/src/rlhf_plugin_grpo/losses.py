@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlhf_plugin_grpo.config import Clip
 from rlhf_plugin_grpo.presets import Method
+from rlhf_rollouts.ratios import clipped_gains
 
 
 def ratios(logprobs: Tensor, old: Tensor, answer: Tensor, num_answers: int, *, of: str) -> Tensor:
@@ -35,15 +36,10 @@ def surrogate(
     if method.clip_kind == "cispo":
         weight = ratio.detach().clamp(max=1 + method.clip_high)
         return -weight * advantages * logprobs
-    gain = ratio * advantages
     if method.clip_kind == "none":
-        return -gain
-    bounded = ratio.clamp(1 - method.clip_low, 1 + method.clip_high) * advantages
-    gain = torch.minimum(gain, bounded)
-    if clip.dual is not None:
-        least = torch.maximum(gain, clip.dual * advantages)
-        gain = torch.where(advantages < 0, least, gain)
-    return -gain
+        return -ratio * advantages
+    low, high = method.clip_low, method.clip_high
+    return -clipped_gains(ratio, advantages, low=low, high=high, dual=clip.dual)
 
 
 def divergence(logprobs: Tensor, old: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -59,16 +55,6 @@ def divergence(logprobs: Tensor, old: Tensor, reference: Tensor, estimator: str)
     if estimator == "k2":
         return ratio.detach() * difference.square() / 2
     return ratio * (torch.exp(-difference) - 1 + difference)
-
-
-def corrections(old: Tensor, drawn: Tensor, kind: str, *, low: float, high: float) -> Tensor:
-    """Return the weights of predictions that were drawn with log-probabilities `drawn` [N], without
-    gradient: min(exp(old - drawn), high), or with `mask` the ratio inside low to high and else 0.
-    """
-    ratio = (old - drawn).exp()
-    if kind == "mask":
-        return ratio * ((low <= ratio) & (ratio <= high))
-    return ratio.clamp(max=high) if kind == "truncate" else torch.ones_like(ratio)
 
 
 def mean_per_answer(values: Tensor, answer: Tensor, num_answers: int) -> Tensor:

@@ -7,35 +7,35 @@ in the loss has the gradient of the divergence; the answers of a rollout that se
 trained on with the ratio 1, without a forward for the old log-probabilities.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf.errors import SameOnAllRanks
 from rlhf.readouts import token_logprobs
 from rlhf.trainer import (
     Example,
-    Examples,
     Loss,
     PackedBatch,
     Run,
-    Sample,
     Term,
-    Trainer,
-    answer_seeds,
     load_user_object,
 )
 from rlhf_plugin_grpo import losses, metrics
 from rlhf_plugin_grpo.advantages import Rewards, alike
-from rlhf_plugin_grpo.answers import Judged, blank_tree, plain_trees, stopped, trees
+from rlhf_plugin_grpo.answers import blank_tree, trees
 from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_plugin_grpo.presets import PRESETS
-from rlhf_rollouts.judges import Judges, kept_columns, started
-from rlhf_rollouts.room import check_room
+from rlhf_rollouts.entropy import logprobs_and_entropy
+from rlhf_rollouts.judged import Judged
+from rlhf_rollouts.metrics import of_answers, of_sampling
+from rlhf_rollouts.on_policy import OnPolicyTrainer
+from rlhf_rollouts.ratios import corrections
+from rlhf_rollouts.written import plain_trees
 
 PATIENCE = 10
 """Rollouts in a row from which nothing can be learned, after which the run ends."""
@@ -43,16 +43,16 @@ LEAST_GROUPS = 32
 """Groups that count as a rollout where a collapse is looked for: a few that are alike show none."""
 
 
-class GRPOTrainer(Trainer):
-    row_format = "prompt"
+class GRPOTrainer(OnPolicyTrainer):
+    section = "grpo"
+    config: GRPOConfig
 
     def __init__(self, config: GRPOConfig, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self.method = config.method
-        self.rollout_batches, self.rollout_passes = config.batches, config.passes
-        self.names = [spec.label for spec in config.rewards]
         self.own_loss = None if config.loss is None else load_user_object(config.loss)
-        self.readout = partial(token_logprobs, temperature=config.temperature)
+        trained = logprobs_and_entropy if config.entropy else token_logprobs
+        self.trained_readout = partial(trained, temperature=config.temperature)
         self.first_reward: float | None = None
         """The mean reward of the first rollout."""
         self.flat = 0
@@ -60,83 +60,42 @@ class GRPOTrainer(Trainer):
         self.useless = 0
         """How many rollouts in a row had no answer to train on."""
 
-    def example(self, row: Any) -> Example:
-        return Example(row.prompt, row.answers, columns=kept_columns(row.columns))
-
     def setup(self, run: Run) -> None:
-        config = self.config
-        self.run = run
-        check_room(run, config.max_new_tokens, "grpo.max_new_tokens")
-        changed = ", ".join(self.method.changed(PRESETS[config.preset]))
-        run.notes.append(f"method     {config.preset}{' with ' if changed else ''}{changed}")
-        options = {"deadline": config.deadline, "workers": config.workers}
-        rewards = run.on_rank_zero(lambda: started(run, config.rewards, **options), share=False)
-        self.policy = run.load("policy", dropout=False)
-        if getattr(self.policy.module, "router_loss", 0.0):
-            self.check_whole(run)
-        self.judges = Judges(run, config.rewards, rewards)
-        self.reference = None
+        changed = ", ".join(self.method.changed(PRESETS[self.config.preset]))
+        run.notes.append(f"method     {self.config.preset}{' with ' if changed else ''}{changed}")
+        super().setup(run)
+        self.reference, kl = None, self.config.kl
         if self.method.kl_beta:
-            self.reference = run.reference(config.kl.reference, every=config.kl.every, live=True)
+            self.reference = run.reference(kl.reference, every=kl.every, live=True)
 
-    def check_whole(self, run: Run) -> None:
-        """Raise RLHFError if a group could be divided, of which each part would have the router
-        loss of a whole one."""
-        budget, most = run.config.batch.budget, run.config.data.max_tokens
-        trees = (self.rollout_shape(part, most) for part in run.examples)
-        size = max(len(it.prompt) + sum(len(each.tokens) for each in it.answers) for it in trees)
-        if size > budget:
-            raise SameOnAllRanks(
-                f"a group may have {size} tokens but batch.tokens is {budget}, and the router loss "
-                f"of a mixture needs whole groups; set batch.tokens to at least {size}, or "
-                "model.router_loss to 0"
-            )
+    def blank_tree(self, prompts: NDArray[Any], most: int) -> Example:
+        return blank_tree(self.config, prompts, self.names, most=most)
 
-    def rollout_shape(self, examples: Examples, most: int) -> Example:
-        return blank_tree(self.config, examples.prompt_lengths, most=most)
+    def held_out(self, examples: Sequence[Example], judged: Judged) -> list[Example]:
+        return trees(examples, judged, self.config, trained=False)
 
-    def rollout(
-        self, examples: Sequence[Example], step: int, seeds: Sequence[int]
-    ) -> Sequence[Example]:
-        training = self.policy.module.training
-        groups = self.write(examples, seeds, training=training)
-        judged = Judged.of(groups, self.judges(examples, groups, step))
-        if not training:
-            return trees(examples, judged, self.config, trained=False)
-        plain = plain_trees(examples, groups)
-        old = self.run.read(plain, self.logprobs) if self.config.off_policy else None
-        log_ratios = None
-        if self.reference is not None and self.method.kl_in == "reward":
-            log_ratios = summed(self.run.read(plain, self.log_ratios))
+    def trained(self, examples: Sequence[Example], judged: Judged, step: int) -> list[Example]:
+        config, old, log_ratios = self.config, None, None
+        plain = plain_trees(examples, judged.groups)
+        if config.off_policy or self.penalises or self.due:
+            old = self.run.read(plain, self.logprobs)
+            self.compare(judged, old, step)
+        if self.penalises:
+            assert old is not None
+            log_ratios = differences(old, self.run.read(plain, self.reference_logprobs))
         self.check(judged, step)
-        return trees(examples, judged, self.config, old=old, log_ratios=log_ratios)
+        old = old if config.off_policy else None
+        return trees(examples, judged, config, old=old, log_ratios=log_ratios)
 
-    def write(
-        self, examples: Sequence[Example], seeds: Sequence[int], *, training: bool
-    ) -> list[list[Sample]]:
-        """Return the answers of the policy to each prompt."""
-        config = self.config
-        count = config.answers if training else config.eval.answers
-        drawn = self.run.sample(
-            self.policy,
-            [example.prompt for example in examples for _ in range(count)],
-            seeds=answer_seeds(seeds, count),
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature if training else config.eval.temperature,
-        )
-        if config.stop is not None:
-            pattern = re.compile(config.stop)
-            drawn = [stopped(sample, pattern, self.tokenizer) for sample in drawn]
-        return [drawn[start : start + count] for start in range(0, len(drawn), count)]
+    @property
+    def penalises(self) -> bool:
+        """Whether the distance from the reference is subtracted from the rewards."""
+        return self.reference is not None and self.method.kl_in == "reward"
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the log-probability of each prediction under the policy [N]."""
-        return self.policy(batch, self.readout)["logprobs"]
-
-    def log_ratios(self, batch: PackedBatch) -> Tensor:
-        """Return the log-ratio of the policy to the reference of each prediction [N]."""
+    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+        """Return the log-probability of each prediction under the reference [N]."""
         assert self.reference is not None
-        return self.logprobs(batch) - self.reference(batch, self.readout)["logprobs"]
+        return self.reference(batch, self.readout)["logprobs"]
 
     def check(self, judged: Judged, step: int) -> None:
         """Note what the first rollout shows. Raises RLHFError if nothing can be learned from it or
@@ -169,7 +128,7 @@ class GRPOTrainer(Trainer):
 
     def loss(self, batch: PackedBatch) -> Loss:
         method, config, values = self.method, self.config, batch.values
-        read = self.policy(batch, self.readout)
+        read = self.policy(batch, self.trained_readout)
         logprobs = read["logprobs"]
         drawn, gains = values["drawn"][batch.predict_at], values["advantage"][batch.answer]
         old = values["old"][batch.predict_at] if "old" in values else logprobs.detach()
@@ -180,21 +139,28 @@ class GRPOTrainer(Trainer):
             per_token = self.own_loss(
                 logprobs, old=old, drawn=drawn, advantages=gains, answer=batch.answer
             )
-        per_token = per_token * losses.corrections(
-            old, drawn, config.correction.kind, low=config.correction.low,
-            high=config.correction.high,
-        )  # fmt: skip
-        found = metrics.of_answers(batch, self.names)
+        weights = corrections(old, drawn, config.correction)
+        per_token = per_token * weights
+        found = of_answers(batch, self.names) | metrics.of_groups(batch)
+        found |= self.reported.metrics(batch)
         if self.policy.module.training:
-            found |= metrics.of_tokens(ratio.detach(), gains, old, drawn, method)
+            found |= metrics.of_ratios(ratio.detach(), gains, method) | of_sampling(old, drawn)
             found["entropy"] = (read["entropy"].sum(), "tokens")
+            if self.penalises:
+                found["objective/kl"] = (values["kl"].sum(), "scored")
         if self.reference is not None and method.kl_in == "loss":
             reference = self.reference(batch, self.readout)["logprobs"]
             kl = losses.divergence(logprobs, old, reference, config.kl.estimator or "k3")
+            if self.lags:
+                # Its mean has the right gradient over answers that `old` has written.
+                kl = kl * weights
             per_token = per_token + method.kl_beta * kl
             if self.policy.module.training:
                 found["kl"] = (kl.sum(), "tokens")
-        return Loss((self.term(per_token, batch),), found)
+        terms: tuple[Term, ...] = (self.term(per_token, batch),)
+        if config.entropy:
+            terms += (Term(read["entropy_sum"], per="tokens", weight=-config.entropy),)
+        return Loss(terms, found)
 
     def term(self, per_token: Tensor, batch: PackedBatch) -> Term:
         """Return the term of the loss of the predictions [N]."""
@@ -205,15 +171,12 @@ class GRPOTrainer(Trainer):
         means = losses.mean_per_answer(per_token, batch.answer, batch.num_answers)
         return Term(means.sum(), per="kept")
 
-    def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
-        return metrics.deviations_of(sums, self.names)
-
     def state(self) -> dict[str, Any]:
-        return {
-            "first_reward": self.first_reward, "flat": self.flat, "useless": self.useless
-        }  # fmt: skip
+        own = {"first_reward": self.first_reward, "flat": self.flat, "useless": self.useless}
+        return super().state() | own
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
         self.first_reward, self.flat = state["first_reward"], state["flat"]
         self.useless = state["useless"]
 
@@ -227,6 +190,9 @@ def groups_line(same: Any, mean: float) -> str:
     return line
 
 
-def summed(per_token: Sequence[Sequence[Any]]) -> Rewards:
-    """Return the sum over the tokens of each answer, of numbers that may be nan."""
-    return np.array([[np.nansum(answer) for answer in group] for group in per_token], np.float64)
+def differences(old: Sequence[Sequence[Any]], reference: Sequence[Sequence[Any]]) -> Rewards:
+    """Return the sum over the tokens of each answer of the differences of their log-probabilities,
+    which may be nan."""
+    groups = zip(old, reference, strict=True)
+    sums = [[np.nansum(a - b) for a, b in zip(*group, strict=True)] for group in groups]
+    return np.array(sums, np.float64)

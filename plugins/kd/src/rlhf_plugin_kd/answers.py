@@ -3,11 +3,9 @@
 import random
 from collections.abc import Sequence
 
-import attrs
-
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
-from rlhf.trainer import Answer, Example, Run
+from rlhf.trainer import Answer, Example, Run, prompt_inputs, with_answers
 from rlhf_plugin_kd.config import KDConfig
 from rlhf_rollouts import room
 
@@ -34,9 +32,11 @@ def with_new_answers(
             seeds=[seeds[place] for place in places],
             max_new_tokens=config.max_new_tokens,
             temperature=config.sampling_temperature,
+            inputs=[prompt_inputs(examples[place]) for place in places],
         )
         for place, answer in zip(places, answers, strict=True):
-            made[place] = attrs.evolve(examples[place], answers=[Answer(answer.tokens)])
+            own = examples[place]
+            made[place] = with_answers(own, [Answer(answer.tokens)], own.values)
     return made
 
 

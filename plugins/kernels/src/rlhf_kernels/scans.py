@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ OFFSETS = (0, 100, 250)
 """The two sequences that are compared, in a row of so many tokens."""
 CHUNK = 64
 """Tokens that flash-linear-attention computes at a time."""
-CONVOLUTION = "causal_conv1d_fn"
 INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
@@ -36,35 +35,39 @@ Values = Mapping[str, Any]
 
 
 class Library(NamedTuple):
-    """Where a scan is found, and what installs it."""
+    """Where a convolution or a scan is found, and what installs it."""
 
     package: str
+    install: str
     module: str
     function: str
-    install: str
-    ragged: bool = False
+    form: Literal["convolution", "rows", "ragged"]
+    """What it computes: a convolution; a scan of rows of one length; or a scan that also takes the
+    offsets of sequences in one row."""
     kept: int = 0
     """Numbers that are kept for each token and head beside inputs and output."""
 
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises ImportError if it is not installed."""
-        return load(self.module, self.function)
+        run = load(self.module, self.function)
+        return partial(tokens_first, run) if self.form == "convolution" else run
+
+    def scan(self, run: Callable[..., Any]) -> Scan:
+        """Return `run` as the library's form."""
+        return Scan(run, ragged=self.form == "ragged")
 
 
-FLA = ("flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
-MAMBA = ("mamba-ssm", "pip install --no-build-isolation mamba-ssm")
+fla = partial(Library, "flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
 LIBRARIES = {
-    "torch_chunk_gated_delta_rule": Library(
-        FLA[0], "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", FLA[1], True, CHUNK
+    "causal_conv1d_fn": fla("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
+    "torch_chunk_gated_delta_rule": fla(
+        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "ragged", kept=CHUNK
     ),
-    "chunk_kimi_delta_attention": Library(
-        FLA[0], "fla.ops.kda", "chunk_kda", FLA[1], True, 2 * CHUNK
-    ),
+    "chunk_kimi_delta_attention": fla("fla.ops.kda", "chunk_kda", "ragged", kept=2 * CHUNK),
     "mamba2_chunk_scan": Library(
-        MAMBA[0], "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", MAMBA[1],
-        kept=4,
+        "mamba-ssm", "pip install --no-build-isolation mamba-ssm",
+        "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", "rows", kept=4,
     ),
-    CONVOLUTION: Library(FLA[0], "fla.modules.causal_conv1d", "causal_conv1d", FLA[1]),
 }  # fmt: skip
 
 
@@ -77,11 +80,13 @@ def load(module: str, function: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return found(*args, **{name: kwargs[name] for name in kwargs.keys() & names})
 
-    def tokens_first(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = run(states.transpose(1, 2), *args, **kwargs)[0]
-        return output.transpose(1, 2)
+    return run
 
-    return tokens_first if function == "causal_conv1d" else run
+
+def tokens_first(run: Callable[..., Any], states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a convolution whose rows are [1, T, C] on `states` [1, C, T]."""
+    output: Tensor = run(states.transpose(1, 2), *args, **kwargs)[0]
+    return output.transpose(1, 2)
 
 
 class Scans:
@@ -95,26 +100,34 @@ class Scans:
     ) -> Scan | None:
         """Return the library's form of a scan for arguments like these, whose row is [1, T, ...];
         None if no installed one gives what `own` gives."""
-        library = LIBRARIES[name]
-        values = inspect.signature(own).bind_partial(*args, **kwargs).arguments
-        values.pop("kwargs", None)
-        device = next(iter(values.values())).device
+        library, device = LIBRARIES[name], args[0].device
         if device.type != "meta":
-            problem = self.problem(library, own, values, device)
-            return None if problem else Scan(library.load(), library.ragged)
+            problem = self.problem(library, own, args, kwargs, device)
+            return None if problem else library.scan(library.load())
         # A machine without a GPU can rehearse the run of one that has both.
         on_gpu = torch.cuda.is_available()
-        if on_gpu and self.problem(library, own, values, torch.device("cuda")):
+        if on_gpu and self.problem(library, own, args, kwargs, torch.device("cuda")):
             return None
-        stand_in = rehearsed_convolution if name == CONVOLUTION else rehearsed
-        return Scan(partial(stand_in, own, library.kept), library.ragged)
+        stand_in = rehearsed_convolution if library.form == "convolution" else rehearsed
+        return library.scan(partial(stand_in, own, library.kept))
 
     def problem(
-        self, library: Library, own: Callable[..., Any], values: Values, device: torch.device
+        self,
+        library: Library,
+        own: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        device: torch.device,
     ) -> str | None:
         """Return why a scan does not use its library; the first time also as a warning."""
-        key = library, device.type, *((name, kind(name, value)) for name, value in values.items())
+        # All layers ask in every forward.
+        shape = args[0].shape
+        width = shape[1:2] if library.form == "convolution" else shape[2:]
+        rest = (*args[1:], *kwargs.values())
+        key = library, args[0].dtype, width, *kwargs, *map(kind, rest)
         if key not in self._problems:
+            values = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+            values.pop("kwargs", None)
             # A recomputation of the layer, or a count of its memory, is not of the comparison.
             with _disable_current_modes(), saved_tensors_hooks(_same, _same):
                 problem = disagreement(library, own, values, device)
@@ -131,18 +144,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def kind(name: str, value: Any) -> Any:
+def kind(value: Any) -> Any:
     """Return what the choice of a library depends on: of the tensors of a row not its length."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    if is_convolved(name, value):
-        return value.dtype, value.shape[1]
-    return value.dtype, value.shape[2:] or value.shape
-
-
-def is_convolved(name: str, value: Tensor) -> bool:
-    """Return whether an argument is the row of a convolution [1, C, T]."""
-    return name == "hidden_states" and value.dim() == 3
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape[2:] or value.shape
+    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 def disagreement(
@@ -158,11 +164,11 @@ def disagreement(
     generator = torch.Generator(device).manual_seed(1)
     forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
     own_forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
-    if library.function == "causal_conv1d":
+    if library.form == "convolution":
         forward, own_forward = convolved, convolved
         weights = [torch.randn(drawn["hidden_states"].shape, generator=generator, device=device)]
     else:
-        forward, own_forward = end_to_end if library.ragged else one_by_one, one_by_one
+        forward, own_forward = end_to_end if library.form == "ragged" else one_by_one, one_by_one
         final = next(name for name in INITIAL if name in inspect.signature(own).parameters)
         drawn |= {final: True, INITIAL[final]: None}
         with torch.no_grad():
@@ -198,7 +204,7 @@ def random_values(own: Callable[..., Any], values: Values, device: torch.device)
                 drawn[name] = value
             continue
         shape = (1, OFFSETS[-1], *value.shape[2:]) if value.dim() > 2 else value.shape
-        if is_convolved(name, value):
+        if name == "hidden_states" and value.dim() == 3:  # The row of a convolution.
             shape = (1, value.shape[1], OFFSETS[-1])
         numbers = torch.randn(shape, generator=generator, device=device)
         if name in ("g", "A"):

@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf.errors import RLHFError
-from rlhf.trainer import Answer, Example, Examples
+from rlhf.trainer import Answer, Example, Examples, prompt_inputs
 
 
 def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
@@ -49,6 +49,8 @@ class Mismatched:
         """Tokens of prompt and answer [n]."""
         self.lengths = self.longest_path
         """Tokens of the packed tree [n]."""
+        self.with_inputs = examples.with_inputs
+        """Whether each prompt has inputs, such as images [n]."""
         kinds = examples.value_kinds
         self.value_kinds = {name: kind for name, kind in kinds.items() if kind == "example"}
 
@@ -61,4 +63,6 @@ class Mismatched:
         room = self._longest - len(own.prompt)
         trained = other.trained if other.trained is None else other.trained[:room]
         values = {name: own.values[name] for name in self.value_kinds}
-        return Example(own.prompt, [Answer(other.tokens[:room], trained)], values, own.inputs)
+        tokens = other.tokens[:room]
+        inputs = prompt_inputs(own, len(tokens))
+        return Example(own.prompt, [Answer(tokens, trained)], values, inputs)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rlhf.errors import RLHFError
 from rlhf.readouts import answer_logprobs
 from rlhf.trainer import (
     Example,
@@ -91,6 +92,11 @@ class KTOTrainer(Trainer):
         if self.needs_survey():
             # An error if one row has more than half of the examples, whatever the draw.
             partners(examples.sources, np.random.default_rng(0))
+            if any(file.has_input("segment_rows") for file in examples.files):
+                raise RLHFError(
+                    "a completion has an image, which the mismatched pairs of kto.loss kto cannot "
+                    "have; move it to the prompt, or set kto.loss to apo_zero_unpaired"
+                )
 
     def remarks(self, examples: Examples) -> Sequence[str]:
         config, num_desirable = self.config, int(examples.value("desirable").sum())

@@ -23,7 +23,10 @@ BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 """What `datasets` has as the path of a data set that consists of files."""
 LLAMA_FACTORY_COLUMNS = {
     "instruction": "prompt", "input": "query", "output": "response", "conversations": "messages",
-    **{each: each for each in ("history", "system", "tools", "chosen", "rejected", "kto_tag")},
+    **{
+        each: each
+        for each in ("history", "system", "tools", "images", "chosen", "rejected", "kto_tag")
+    },
 }  # fmt: skip
 """Keys of `columns` in LLaMA-Factory's dataset_info.json, by the names of our columns."""
 OTHER_HUBS = ("ms_hub_url", "om_hub_url")

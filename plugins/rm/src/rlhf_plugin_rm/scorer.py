@@ -24,9 +24,11 @@ class Scorer(scorer.Scorer):
 
     def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
         """Return the prompt and its answers as token ids; `ends` are the answers' last tokens."""
-        row = encode(self.tokenizer, prompt, *answers, renders_whole=True)
+        row = encode(
+            self.tokenizer, prompt, *answers, renders_whole=True, images=self.images
+        )  # fmt: skip
         ends = [[len(answer.tokens) - 1] for answer in row.answers]
-        return Row(row.prompt, row.answers, {"ends": ends})
+        return Row(row.prompt, row.answers, {"ends": ends}, row.images)
 
     def scores(self, logits: Tensor) -> list[float]:
         """Return the reward, normalised if `rm.normalise` of the run says so."""

@@ -1,44 +1,59 @@
 """Answers that a run's own model writes, on any number of ranks, also with sharded weights."""
 
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
 import torch
-from attrs import frozen
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from attrs import field, frozen
+from transformers import Cache
 
-from rlhf.engine import Engine, Mesh
+from rlhf.engine import Axis, Engine, Mesh
+from rlhf.errors import SameOnAllRanks
 from rlhf.hookspecs import BackendHooks
 from rlhf.plugin import Config
-from rlhf.rollouts import groups_by_length, quiet_transformers
+from rlhf.rollouts import quiet_transformers
 from rlhf.trainer import Sample
+from rlhf_rollouts.attention import attention_of_rows
+from rlhf_rollouts.cache import has_states, row_bytes
+from rlhf_rollouts.decoder import Forward, Limits, Rows, Start
+from rlhf_rollouts.generate import generated, longest_matters
+from rlhf_rollouts.graphs import Graphs, captures
+from rlhf_rollouts.probe import Verdict, examine
+from rlhf_rollouts.slots import Slots, pace_of
+
+SHARE = 0.5
+"""Share of an accelerator's free memory that the rows of a batch may take."""
+LOGITS = 16
+"""Bytes that a step needs for each logit: in the model's precision, in float32, and between."""
 
 
 @frozen(kw_only=True, eq=False)
 class Embedded:
-    """The model of the run writes the answers itself, by transformers' `generate`.
+    """The model of the run writes the answers itself.
 
-    Prompts of similar length run together, as many as fit into `batch.tokens`, and the groups are
-    distributed over the ranks. Each answer has its own random generator.
+    Each rank writes an equal number of the answers, those of similar length. They are written in
+    the rows of a batch, a token of all rows at a time, and a row whose answer has ended begins the
+    next one. A model that the rows do not support, or compute otherwise than a plain forward,
+    writes by transformers' `generate`, and one that trains one path at a time, one answer at a
+    time.
     """
 
     config: Config
     tokenizer: Any
     mesh: Mesh
     hooks: BackendHooks
+    notes: list[str] = field(factory=list, init=False)
+    """Lines for the output of the run."""
+    _noted: set[str] = field(factory=set, init=False)
+    _verdicts: "WeakKeyDictionary[Any, Verdict]" = field(factory=WeakKeyDictionary, init=False)
+    """Whether rows support a model, by its module."""
+    _uncaptured: "WeakSet[Any]" = field(factory=WeakSet, init=False)
+    """Modules whose steps could not be captured, which is not tried again."""
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+    """The stream of all captures, by device: libraries keep a workspace for each stream."""
 
     def sample(
         self,
@@ -50,160 +65,166 @@ class Embedded:
         max_tokens: int,
         ends: Sequence[int],
         temperature: float,
+        inputs: Sequence[Mapping[str, Any]] = (),
     ) -> list[Sample]:
         """See `rlhf.rollouts.RolloutEngine`."""
-        shards, tokens = self.mesh.shards, self.config.batch.budget
-        rooms = [max(1, min(max_new_tokens, max_tokens - len(prompt))) for prompt in prompts]
-        groups = groups_by_length([len(prompt) + max_new_tokens for prompt in prompts], tokens)
-        own: dict[int, Sample] = {}
-        for first in range(0, len(groups), shards.size):
-            # Every forward may gather weights: a rank without a group repeats the last one.
-            group = groups[min(first + shards.rank, len(groups) - 1)]
-            noise = Noise(
-                [seeds[place] for place in group], temperature, engine.device,
-                tokens=engine.module.tokens,
-            )  # fmt: skip
-            answers = self._continued(
-                engine, [prompts[place] for place in group],
-                rooms=[rooms[place] for place in group], ends=ends,
-                max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]),
-            )  # fmt: skip
-            logprobs = torch.stack(noise.logprobs, 1).tolist()
-            for place, answer, known in zip(group, answers, logprobs, strict=True):
-                answer = answer[: rooms[place]]
-                size = next((n for n, token in enumerate(answer, 1) if token in ends), len(answer))
-                own[place] = Sample(answer[:size], known[:size], finished=answer[size - 1] in ends)
-        answered = ChainMap(*shards.gather(own))
-        return [answered[place] for place in range(len(prompts))]
-
-    def _continued(
-        self,
-        engine: Engine,
-        prompts: Sequence[Sequence[int]],
-        *,
-        rooms: Sequence[int],
-        ends: Sequence[int],
-        **options: Any,
-    ) -> list[list[int]]:
-        """Return what the engine's model writes after each prompt, until every answer has ended. An
-        answer ends with one of `ends`, or when it has as many tokens as its number in `rooms`. The
-        caller cuts off what follows."""
-        shards, pad = self.mesh.shards, self.tokenizer.pad_token_id
-        if pad is None:
-            pad = self.tokenizer.eos_token_id
-        rows = [torch.tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
-        tokens = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-        mask = pad_sequence(
-            [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
-        )
-        sizes = torch.tensor(rooms, device=engine.device) + tokens.shape[1]
-        criteria = StoppingCriteriaList([RowsFull(sizes)])
-        if engine.sharded and shards.size > 1:
-            criteria.append(EosTokenCriteria(list(ends)))
-            together = AllRanksEnded(len(rows), criteria, self.mesh, engine.device)
-            criteria = StoppingCriteriaList([together])
-            # A rank must not stop by itself: each forward gathers weights from all ranks.
-            ends = ()
-        # The last token of a row is not read.
-        last = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True)) - 2
-        clamped = engine.module.causal.register_forward_pre_hook(
-            partial(_clamp_positions, last), with_kwargs=True
-        )
-        generating = self.hooks.generation_context(engine=engine)
-        plain = own_distribution(engine.module.causal)
-        with torch.no_grad(), quiet_transformers(), generating, clamped, plain:
-            out = engine.module.model.generate(
-                input_ids=tokens.to(engine.device),
-                attention_mask=mask.to(engine.device),
-                pad_token_id=pad,
-                eos_token_id=list(ends) or None,
-                stopping_criteria=criteria,
-                do_sample=False,
-                use_cache=True,
-                # With it, transformers grows the mask of a rank that has ended without new tokens,
-                # which fails without a key-value cache; `AllRanksEnded` replaces it.
-                synced_gpus=False,
-                **options,
+        if not prompts:
+            return []
+        inputs = inputs or [{}] * len(prompts)
+        answers = [
+            Start(
+                prompt=prompt, seed=seed, inputs=own,
+                room=max(1, min(max_new_tokens, max_tokens - len(prompt))),
             )
-        answers: list[list[int]] = out[:, tokens.shape[1] :].tolist()
-        return answers
+            for prompt, seed, own in zip(prompts, seeds, inputs, strict=True)
+        ]  # fmt: skip
+        limits = Limits(
+            ends=torch.tensor(list(ends), dtype=torch.int64, device=engine.device),
+            temperature=temperature, tokens=engine.module.tokens,
+        )  # fmt: skip
+        generating = self.hooks.generation_context(engine=engine)
+        with torch.no_grad(), quiet_transformers(), generating:
+            own = self._write(engine, answers, limits)
+        answered = ChainMap(*self.mesh.shards.gather(own))
+        samples = [answered[place] for place in range(len(prompts))]
+        if not all(isfinite(sum(sample.logprobs)) for sample in samples):
+            raise SameOnAllRanks(
+                f"the logits of {type(engine.module.causal).__name__} are not finite in "
+                f"{engine.precision}, so no answer can be drawn from them; lower optim.lr, or "
+                "start from another checkpoint"
+            )
+        return samples
+
+    def _write(self, engine: Engine, answers: Sequence[Start], limits: Limits) -> dict[int, Sample]:
+        """Return this rank's share of the answers by index."""
+        budget = self.config.batch.budget
+        if engine.module.path == "separate":
+            # What it computes for a row may depend on the others.
+            self._note(
+                f"{type(engine.module.causal).__name__} writes one answer at a time by generate of "
+                "transformers, since its attention path is separate"
+            )
+            return generated(engine, answers, limits, mesh=self.mesh, pad=self._pad, budget=1)
+        if any(one.inputs for one in answers):
+            self._note(
+                f"{type(engine.module.causal).__name__} answers prompts with images by generate of "
+                "transformers"
+            )
+            return generated(engine, answers, limits, mesh=self.mesh, pad=self._pad, budget=budget)
+        prompts = self._verdict(engine, answers[0].prompt).prompts
+        if prompts is None:
+            return generated(engine, answers, limits, mesh=self.mesh, pad=self._pad, budget=budget)
+        samples = self._in_rows(engine, answers, limits, prompts)
+        if engine.device.type != "cpu":
+            # A training step needs what the rows and their graphs had.
+            torch.get_device_module(engine.device).empty_cache()
+        return samples
+
+    def _in_rows(
+        self, engine: Engine, answers: Sequence[Start], limits: Limits, prompts: Cache
+    ) -> dict[int, Sample]:
+        """Return this rank's share of the answers by index, written in rows."""
+        share = shared_out(answers, self.mesh.shards)
+        together = self.mesh.shards if engine.sharded and self.mesh.shards.size > 1 else None
+        if together is not None and not share:
+            # Every forward may gather weights: a rank without an answer repeats one.
+            share = [0]
+        own = [answers[place] for place in share]
+        pace = pace_of(engine.device)
+        longest = max((len(one.prompt) + one.room - 1 for one in answers), default=1)
+        length = -(-longest // pace.block) * pace.block
+        num_rows = self._num_rows(engine, prompts, length)
+        if not own:
+            return {}
+        graphs = self._graphs(engine)
+        with attention_of_rows(engine.module.causal):
+            rows = Rows.blank(
+                Forward(engine.module.model, engine.module.causal), prompts, limits,
+                rows=min(num_rows, len(own)), length=length, most=max(one.room for one in own),
+                graphs=graphs,
+            )  # fmt: skip
+            slots = Slots(
+                rows=rows, answers=own, budget=self.config.batch.budget, alike=has_states(prompts),
+                pace=pace, pad=self._pad, together=together,
+            )  # fmt: skip
+            samples = slots.run()
+        if graphs.failure:
+            self._uncaptured.add(engine.module)
+            self._note(f"its steps run without graphs ({graphs.failure})")
+        return {share[number]: sample for number, sample in samples.items()}
+
+    def _graphs(self, engine: Engine) -> Graphs:
+        """Return what runs the steps of a rollout, with graphs where they can be captured."""
+        module, device = engine.module, engine.device
+        divided = engine.sharded or self.mesh.tensor.size > 1
+        # To know the longest row, the host waits for the device, which no capture permits.
+        waits = longest_matters(module.causal) or module in self._uncaptured
+        if divided or waits or not captures(device):
+            return Graphs()
+        if device not in self._streams:
+            self._streams[device] = torch.get_device_module(device).Stream(device)
+        return Graphs(device, self._streams[device])
+
+    def _verdict(self, engine: Engine, prompt: Sequence[int]) -> Verdict:
+        """Return whether rows support the model. Collective at the first call for a model."""
+        module = engine.module
+        if module not in self._verdicts:
+            verdict = examine(engine, prompt, self.mesh)
+            self._verdicts[module] = verdict
+            if verdict.prompts is None:
+                self._note(
+                    f"{type(module.causal).__name__} writes by generate of transformers: "
+                    f"{verdict.reason}"
+                )
+        return self._verdicts[module]
+
+    def _num_rows(self, engine: Engine, prompts: Cache, length: int) -> int:
+        """Return how many rows of `length` tokens a batch may have: as many as fit into
+        `batch.tokens`, on an accelerator more if its memory has room. Collective."""
+        rows = max(1, self.config.batch.budget // length)
+        if engine.device.type != "cpu":
+            vocabulary = engine.module.causal.config.get_text_config().vocab_size
+            size = row_bytes(prompts, length) + LOGITS * vocabulary
+            rows = max(rows, rows_that_fit(int(SHARE * free_memory(engine.device)), size))
+        # Ranks that compute the same rows must have as many.
+        fewest = self.mesh.max(torch.tensor(-rows, device=engine.device))
+        return -int(fewest)
+
+    @property
+    def _pad(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id if pad is None else pad)
+
+    def _note(self, text: str) -> None:
+        line = f"rollouts   {text}"
+        if line not in self._noted:
+            self._noted.add(line)
+            self.notes.append(line)
 
 
-class Noise(LogitsProcessor):
-    """Gumbel noise on each row's logits from its own generator: the most likely token is then a
-    draw from the softmax at `temperature`. At temperature 0 no noise is added. Only the first
-    `tokens` are drawn."""
-
-    def __init__(
-        self,
-        seeds: Sequence[int],
-        temperature: float,
-        device: torch.device,
-        *,
-        tokens: int | None = None,
-    ) -> None:
-        self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
-        self._temperature, self._tokens = temperature, tokens
-        self.logprobs: list[Tensor] = []
-        """The log-probability of each row's token [rows], of one token after the other."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores [rows, V] -> [rows, V], or fewer tokens, float32."""
-        logits = scores[:, : self._tokens].float() / (self._temperature or 1.0)
-        noisy = logits
-        if self._temperature:
-            noise = torch.empty_like(logits)
-            for row, generator in zip(noise, self._generators, strict=True):
-                row.exponential_(generator=generator)
-            noisy = logits - noise.log_()
-        drawn = noisy.argmax(-1, keepdim=True)
-        self.logprobs.append(logits.gather(-1, drawn).squeeze(-1) - logits.logsumexp(-1))
-        return noisy
+def shared_out(answers: Sequence[Start], shards: Axis) -> list[int]:
+    """Return the indices of the answers that this rank writes, those with long prompts first and
+    those to equal prompts one after the other."""
+    first: dict[tuple[int, ...], int] = {}
+    for number, answer in enumerate(answers):
+        first.setdefault(tuple(answer.prompt), number)
+    order = sorted(
+        range(len(answers)),
+        key=lambda n: (-len(answers[n].prompt), first[tuple(answers[n].prompt)], n),
+    )
+    start, stop = (len(order) * rank // shards.size for rank in (shards.rank, shards.rank + 1))
+    return order[start:stop]
 
 
-class RowsFull(StoppingCriteria):
-    """True for each row that has `sizes` [rows] tokens, padding included."""
-
-    def __init__(self, sizes: Tensor) -> None:
-        self._sizes = sizes
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """input_ids [rows, T] -> [rows], bool."""
-        return self._sizes <= input_ids.shape[1]
+def rows_that_fit(memory: int, size: int) -> int:
+    """Return how many rows of `size` bytes fit into `memory` bytes, down to a power of two: equal
+    runs find a little more or less free memory, and another number of rows rounds otherwise."""
+    rows = memory // size
+    return 1 << (rows.bit_length() - 1) if rows else 0
 
 
-class AllRanksEnded(StoppingCriteria):
-    """True once every row of every rank has met one of `criteria`; until then rows that have ended
-    continue, so that all ranks run the same number of forwards."""
-
-    def __init__(
-        self, num_rows: int, criteria: StoppingCriteriaList, mesh: Mesh, device: torch.device
-    ) -> None:
-        self._criteria = criteria
-        self._running = torch.ones(num_rows, dtype=torch.int32, device=device)
-        self._mesh = mesh
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """input_ids [rows, T] -> [rows], bool, all alike. Collective."""
-        self._running &= ~self._criteria(input_ids, scores)
-        running = self._mesh.shards.max(self._running.max())
-        return (running == 0).expand(len(input_ids))
-
-
-@contextmanager
-def own_distribution(causal: Any) -> Iterator[None]:
-    """Set aside how a model's folder wants it to generate, such as penalties, forced tokens and
-    stop texts, so that the model's own distribution is sampled."""
-    own = causal.generation_config
-    causal.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        causal.generation_config = own
-
-
-def _clamp_positions(last: int, module: Any, inputs: Any, options: dict[str, Any]) -> Any:
-    """Keep the positions of rows that have ended, which continue with the others, in the table."""
-    if options.get("position_ids") is not None:
-        options["position_ids"] = options["position_ids"].clamp(max=last)
-    return inputs, options
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of an accelerator, with those that torch keeps for later tensors."""
+    module = torch.get_device_module(device)
+    free: int = module.mem_get_info(device)[0]
+    return free + int(module.memory_reserved(device) - module.memory_allocated(device))

@@ -2,12 +2,15 @@
 
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf.trainer import Example, Run, Sample
+from rlhf_rollouts.files import Rollout, RolloutFiles
 from rlhf_rollouts.reward_models import RewardModels
 from rlhf_rollouts.rewards import Rewards, RewardSpec, Scores
+from rlhf_rollouts.rewards.rules import text_of
+from rlhf_rollouts.tools.rewards import ENVIRONMENT
 
 PROMPT = "prompt"
 
@@ -25,10 +28,21 @@ def kept_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Judges:
-    """All rewards of a run. Collective to create and to call."""
+    """All rewards of a run, which are written into its folder with the answers. Collective to
+    create and to call."""
 
-    def __init__(self, run: Run, specs: Sequence[RewardSpec], rewards: Rewards | None) -> None:
-        """Load the reward models of `specs`. `rewards` are those of rank 0, None on other ranks."""
+    def __init__(
+        self,
+        run: Run,
+        specs: Sequence[RewardSpec],
+        rewards: Rewards | None,
+        *,
+        serves: int | None = None,
+        same_prompts: bool = True,
+    ) -> None:
+        """Load the reward models of `specs`. `rewards` are those of rank 0, None on other ranks;
+        the others are as in `RolloutFiles`."""
+        self.files = RolloutFiles(run, serves=serves, same_prompts=same_prompts)
         self._run, self._rewards = run, rewards
         if self._rewards is not None:
             run.notes.append(self._rewards.note)
@@ -38,20 +52,36 @@ class Judges:
         self._columns = [*dict.fromkeys(name for columns in first for name in columns)]
 
     def __call__(
-        self, examples: Sequence[Example], groups: Sequence[Sequence[Sample]], step: int
+        self,
+        examples: Sequence[Example],
+        groups: Sequence[Sequence[Sample]],
+        step: int,
+        *,
+        seeds: Sequence[int],
+        training: bool,
+        completions: Sequence[Sequence[Any]] | None = None,
+        environment: Sequence[float | None] | None = None,
     ) -> Scores:
-        """Return the scores of the answers in `groups`, one group for each example. Raises
+        """Return the scores of the answers in `groups`, one group for each example, and record
+        them. `completions` are the answers as messages, if they have several turns, and
+        `environment` what environments say of each. The other arguments are as in `Rollout`. Raises
         RLHFError if a reward fails. Collective."""
-        prompts, completions = texts_of(examples, groups, self._run.tokenizer)
+        prompts, texts = texts_of(examples, groups, self._run.tokenizer)
+        completions = completions or texts
         counts = [len(group) for group in groups]
         repeated_prompts = repeated(prompts, counts)
         answers = [text for group in completions for text in group]
-        scored = self._models(repeated_prompts, answers)
-        # The same columns in each call, whichever rows it has.
+        tools = repeated([example.columns.get("tools") for example in examples], counts)
+        scored = self._models(repeated_prompts, answers, tools)
+        # The columns of the first rows in each call, whichever rows it has.
+        names = dict.fromkeys(name for example in examples for name in example.columns)
         columns = {
             name: repeated([example.columns.get(name) for example in examples], counts)
-            for name in self._columns
+            for name in dict.fromkeys([*self._columns, *names])
         }
+
+        if environment is not None:
+            columns[ENVIRONMENT] = list(environment)
 
         def judged() -> Scores:
             assert self._rewards is not None, "rank 0 has started them"
@@ -65,6 +95,13 @@ class Judges:
             )
 
         result: Scores = self._run.on_rank_zero(judged)
+        self.files.write(
+            Rollout(
+                examples=examples, groups=groups,
+                texts=[text_of(answer) for group in texts for answer in group],
+                scores=result, step=step, seeds=seeds, training=training,
+            )
+        )  # fmt: skip
         return result
 
 
@@ -75,9 +112,20 @@ def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:
     rewards = Rewards(specs, **options)
     for part in run.examples:
         for file in part.files:
-            rewards.check_columns(set(file[0].columns) - {PROMPT})
+            rewards.check_columns(columns_of(file, rewards.needed) - {PROMPT})
     rewards.check()
     return rewards
+
+
+def columns_of(rows: Any, needed: Collection[str]) -> set[str]:
+    """Return the columns of examples, of the first of them that have the `needed` ones together
+    if there are such."""
+    names: set[str] = set()
+    for number in range(len(rows)):
+        names.update(rows[number].columns)
+        if names.issuperset(needed):
+            break
+    return names
 
 
 def texts_of(

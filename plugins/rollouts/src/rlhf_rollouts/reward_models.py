@@ -1,5 +1,6 @@
 """Rewards by the frozen reward models of a run, on all of its ranks."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -9,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from rlhf.engine import Engine
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import ModelConfig
 from rlhf.readouts import scores
 from rlhf.trainer import Example, PackedBatch, Run, encode
@@ -32,6 +33,11 @@ class RewardModels:
         own = run.config.model
         for spec in specs:
             if spec.model is not None:
+                if any(part.with_inputs.any() for part in run.examples):
+                    raise RLHFError(
+                        f"reward {spec.label!r}: a reward model gets text only, and the prompts "
+                        "have images; use a reward function"
+                    )
                 model = ModelConfig(
                     path=spec.model, dtype=own.dtype, trust_remote_code=own.trust_remote_code
                 )
@@ -40,17 +46,22 @@ class RewardModels:
                 self._models[spec.label] = engine, run.load_tokenizer(model), scale
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        tools: Sequence[Any] | None = None,
     ) -> dict[str, np.ndarray[Any, Any]]:
         """Return the rewards of answers by the name of the reward [answers], float64: the argument
         `scored` of `Rewards`. Texts or messages have one entry per answer, the same on every rank,
-        and the answers to a prompt are neighbours. Collective."""
-        pairs = [*zip(prompts, completions, strict=True)]
-        groups = [[*group] for _, group in groupby(pairs, lambda pair: pair[0])]
+        and the answers to a prompt are neighbours. `tools` are the JSON schemas that conversations
+        have, as a list, as JSON text or None for each answer. Raises RLHFError if a model's chat
+        template ignores them. Collective."""
+        triples = [*zip(prompts, completions, tools or [None] * len(prompts), strict=True)]
+        groups = [[*group] for _, group in groupby(triples, lambda it: (it[0], it[2]))]
         scored = {}
         for name, (engine, tokenizer, (mean, deviation)) in self._models.items():
             examples = [
-                example_of(tokenizer, group[0][0], [answer for _, answer in group])
+                example_of(tokenizer, group[0][0], [it[1] for it in group], group[0][2], name=name)
                 for group in groups
             ]
             read = self._run.read(examples, partial(rewards_of, engine), per="answer")
@@ -59,9 +70,15 @@ class RewardModels:
         return scored
 
 
-def example_of(tokenizer: Any, prompt: Any, answers: Sequence[Any]) -> Example:
-    """Return a prompt and its answers as a reward model reads them."""
-    row = encode(tokenizer, prompt, *answers, renders_whole=True)
+def example_of(
+    tokenizer: Any, prompt: Any, answers: Sequence[Any], tools: Any = None, *, name: str
+) -> Example:
+    """Return a prompt and its answers as the reward model `name` reads them."""
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    try:
+        row = encode(tokenizer, prompt, *answers, tools=tools or None, renders_whole=True)
+    except RLHFError as error:
+        raise SameOnAllRanks(f"reward {name!r}: {error}") from error
     return Example(row.prompt, row.answers)
 
 

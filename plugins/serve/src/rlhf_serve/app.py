@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf.errors import RLHFError, first_line
+from rlhf.formats import BadImage
 from rlhf.scorer import Scorer, parse_object
 from rlhf_serve.batching import Batches
 from rlhf_serve.dialects import DIALECTS, Reading
@@ -29,6 +30,8 @@ BODY_SECONDS = 60
 """Time in which a request's body has to arrive."""
 RETRY_SECONDS = 1
 """Seconds after which a refused client may try again."""
+OF_RUNS = ", or set data.bad_images to drop"
+"""What rows of a run may do about a bad image."""
 log = logging.getLogger("uvicorn.error")
 
 
@@ -86,7 +89,9 @@ class Service:
         except HTTPException as refused:
             response = answer(refused.status_code, refused.detail)
         except RLHFError as error:
-            response = answer(422, str(error))
+            # The error names the place in the body, and has that of the image as its cause.
+            is_image = isinstance(error, BadImage) or isinstance(error.__cause__, BadImage)
+            response = answer(400 if is_image else 422, str(error).removesuffix(OF_RUNS))
         except ClientDisconnect:
             response = answer(499, "the client has closed the connection")
         except Exception as error:  # A forward pass may fail in any way; the next one may succeed.

@@ -1,4 +1,4 @@
-"""Records and arguments of the commands around runs: report, runs, push and launch."""
+"""Records and arguments of the commands before and after runs."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -7,6 +7,22 @@ from rlhf.plugin import CommandPlugin, positive
 
 PORT = 29500
 """torchrun's default for the port of the rendezvous."""
+
+
+def plan_arguments(parser: ArgumentParser) -> None:
+    """Add the options that say which hardware to plan for."""
+    text = "accelerators of all hosts; default: --nproc, else those of this machine"
+    parser.add_argument("--gpus", type=positive(int), metavar="N", help=text)
+    text = "memory of each; default: that of this machine's"
+    parser.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help=text)
+    text = "print the plan as JSON, in bytes"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
+
+
+def doctor_arguments(parser: ArgumentParser) -> None:
+    """Add the option for JSON."""
+    text = "print the findings as JSON"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
 
 
 def report_arguments(parser: ArgumentParser) -> None:
@@ -65,6 +81,22 @@ def launch_arguments(command: ArgumentParser) -> None:
         parser.add_argument("--start", action="store_true", help=f"{start} instead of printing it")
 
 
+doctor_plugin = CommandPlugin(
+    help="check this machine: what is missing and the remedy; exit 2 if no run can start",
+    run="rlhf_tools.doctor:doctor_command",
+    arguments=doctor_arguments,
+)
+inspect_plugin = CommandPlugin(
+    help="show the rows as the model sees them",
+    run="rlhf_tools.inspect:inspect_command",
+    takes="run",
+)
+plan_plugin = CommandPlugin(
+    help="estimate the device memory of a step, for each ZeRO stage and offload",
+    run="rlhf_tools.plan:plan_command",
+    arguments=plan_arguments,
+    takes="run",
+)
 report_plugin = CommandPlugin(
     help="write an HTML page that compares runs: curves, evaluation, memory, settings",
     run="rlhf_tools.report:report_command",

@@ -6,9 +6,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlhf.cli import Recorded, filled, leaves
+from rlhf.cli import filled, leaves
 from rlhf.hookspecs import CORE_METRICS
 from rlhf_tools import chart
+from rlhf_tools.recorded import Recorded
 
 GIB = 2**30
 RATES = ("grad_norm", "learning_rate", "tokens_per_s")
@@ -26,11 +27,20 @@ def page(runs: Sequence[Recorded]) -> str:
         Path(__file__).with_name("page.html"),
         runs=[_shown(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         charts=[chart.chart(name, curves) for name in names],
-        hidden=HIDDEN, size=chart, evaluation=evaluation(runs),
+        clock=clock, hidden=HIDDEN, size=chart, evaluation=evaluation(runs),
         differences=differences([run.config for run in runs]),
         versions=_table([run.versions for run in runs]),
         written=time.strftime("%Y-%m-%d %H:%M"),
     )  # fmt: skip
+
+
+def clock(seconds: float) -> str:
+    """Return a duration, such as 1 h 02 min."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
 def labels(runs: Sequence[Recorded]) -> list[str]:
@@ -52,10 +62,11 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[An
 
 
 def before_and_after(samples: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
-    """Return the first and the last sample of each held-out row."""
+    """Return the first and the last sample of each held-out row, or of each place in the order of
+    rewards."""
     by_row: dict[Any, list[Any]] = {}
     for sample in samples:
-        by_row.setdefault(sample.get("row"), []).append(sample)
+        by_row.setdefault(sample.get("which", sample.get("row")), []).append(sample)
     return [(each[0], each[-1]) for each in by_row.values()]
 
 

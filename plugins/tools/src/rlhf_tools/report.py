@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.cli import read_run, write_file
+from rlhf.cli import write_file
 from rlhf_tools.page import page
+from rlhf_tools.recorded import read_run
 
 
 def report_command(runs: Sequence[str], output: str) -> int:

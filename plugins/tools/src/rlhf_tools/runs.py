@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf.cli import Recorded, is_run, number, print_table, read_newest
+from rlhf.cli import number, print_table
 from rlhf.errors import RLHFError
+from rlhf_tools.recorded import Recorded, is_run, read_newest
 
 COLUMNS = ("name", "trainer", "model", "step", "state", "loss", "evaluation", "age")
 

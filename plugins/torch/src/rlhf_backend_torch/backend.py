@@ -173,11 +173,13 @@ class TorchBackend:
             yield {name: whole(state[name]) for name in names}
 
     @hookimpl
-    def mix_weights(self, engine: TorchEngine, source: TorchEngine, share: float) -> bool:
-        pairs = zip(engine.module.parameters(), source.module.parameters(), strict=True)
+    def mix_weights(
+        self, engine: TorchEngine, source: TorchEngine, share: float, names: Mapping[str, str]
+    ) -> bool:
         with torch.no_grad():
-            for weight, source_weight in pairs:
-                weight.lerp_(source_weight, share)
+            for name, other in names.items():
+                weight = engine.module.get_parameter(name)
+                weight.lerp_(source.module.get_parameter(other).to(weight.dtype), share)
         return True
 
     @hookimpl

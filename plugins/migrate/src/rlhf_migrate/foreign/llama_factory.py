@@ -84,14 +84,14 @@ KTO = {
 NAMES = "rename them in the rows"
 DATA_SET = {
     **read("file_name hf_hub_url subset split folder num_samples", "data.train"),
-    **read("prompt query response history messages system tools", "columns"),
+    **read("prompt query response history messages system tools images", "columns"),
     **read("chosen rejected kto_tag role_tag content_tag", "columns"),
     "user_tag": Rule(values={"human": {}, "user": {}}, note=NAMES),
     "assistant_tag": Rule(values={"gpt": {}, "assistant": {}}, note=NAMES),
     "observation_tag": Rule(values={"observation": {}, "tool": {}}, note=NAMES),
     "function_tag": Rule(values={"function_call": {}}, note=NAMES),
     "system_tag": Rule(values={"system": {}}, note=NAMES),
-    **lost("images videos audios revision script_url cloud_file_name"),
+    **lost("videos audios revision script_url cloud_file_name"),
     **lost("ms_hub_url om_hub_url", "data sets are read from files and the Hugging Face Hub"),
     **unneeded("formatting ranking"),
 }

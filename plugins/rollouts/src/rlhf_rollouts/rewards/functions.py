@@ -24,7 +24,7 @@ TEXTS = ("prompts", "completions", "completion_ids")
 COMMON = (*TEXTS, "trainer_state", "log_extra", "log_metric")
 """The keywords of every call; further ones are columns of the rows."""
 NOT_OWN = (
-    *("<", str(Path(__file__).parent)),
+    *("<", str(Path(__file__).parents[1])),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 """What the names of files begin with that are not the user's: of Python, of packages and ours."""
@@ -111,20 +111,22 @@ def load(path: str, options: Mapping[str, Any]) -> Function:
     return Function(call, options, frozenset({*TEXTS, *columns, *options}), columns, is_async)
 
 
-def find(path: str) -> Callable[..., Any]:
-    """Return what `module:name` or `file.py:name` names."""
+def find(path: str, kind: str = "function") -> Callable[..., Any]:
+    """Return what `module:name` or `file.py:name` names: a function, or a `kind` that can be called
+    like one."""
     source, _, name = path.rpartition(":")
     read = module_of if source.endswith(".py") else importlib.import_module
     try:
         module = read(source)
     except RLHFError:
         raise
-    except Exception as error:  # A module of the user may raise anything.
+    except (Exception, SystemExit) as error:  # A module of the user may raise anything.
         raise RLHFError(f"{source} cannot be imported: {described(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise RLHFError(f"{source} has no function {name!r}; available: {listed(names) or 'none'}")
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+        names = [key for key, value in vars(module).items() if is_kind(value)]
+        raise RLHFError(f"{source} has no {kind} {name!r}; available: {listed(names) or 'none'}")
     return found
 
 
@@ -133,7 +135,7 @@ def module_of(source: str) -> ModuleType:
     """Import a file. Modules in its folder can be imported, after all others."""
     file = Path(source).expanduser().resolve()
     if not file.is_file():
-        raise RLHFError(f"{file} does not exist; correct the path in `function`")
+        raise RLHFError(f"{file} does not exist; correct the path")
     sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(f"rewards_in_{file.stem}", file)
     assert spec is not None
@@ -183,7 +185,8 @@ class Log:
         values = [*values]
         if len(values) != self.count:
             raise RLHFError(
-                f"returned {len(values)} values for {self.count} answers; return one for each"
+                f"returned a list of {len(values)} for {self.count} answers; return one value for "
+                "each"
             )
         numbers = [math.nan if value is None else number(value) for value in values]
         for place, (value, result) in enumerate(zip(values, numbers, strict=True)):

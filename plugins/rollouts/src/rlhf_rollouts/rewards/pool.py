@@ -1,4 +1,5 @@
-"""Workers that call reward functions. One that does not return before its deadline is killed."""
+"""Workers that call functions of the user: rewards and tools. One that does not return before its
+deadline is killed."""
 
 import json
 import os
@@ -13,35 +14,37 @@ from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 from rlhf.errors import RLHFError
-from rlhf_rollouts.rewards.functions import Call, Outcome
+from rlhf_rollouts.rewards.functions import Outcome
 
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
-from rlhf_rollouts.rewards.worker import serve
-serve(int(sys.argv[1]), int(sys.argv[2]))
+from importlib import import_module
+import_module(sys.argv[4]).serve(int(sys.argv[1]), int(sys.argv[2]))
 """
 START_SECONDS = 120.0
 """Time in which a worker has to import the modules of all functions."""
 GRACE = 1.0
 """Seconds after the deadline in which a worker may still say that its calls are late."""
 Source = tuple[str, str, Mapping[str, Any]]
-"""A function: the name of its reward, its path and its options."""
-Task = tuple[Sequence[Call], float]
+"""A function: the name of its reward or tool, its path and its options."""
+Task = tuple[Sequence[Any], float]
 """Calls that one worker gets together, and their deadline in seconds."""
 
 
 class Worker:
     """A process with the functions loaded. It is started again after it has ended."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[Source], *, kind: str) -> None:
+        """`kind` is the package of ours whose module `worker` calls them: rewards or tools."""
+        self.sources, self.kind = sources, kind
         self.start()
 
     def start(self) -> None:
         """Start the process. Raises RLHFError if it cannot load a function."""
         self.connection, theirs = Pipe()
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+        arguments.append(f"rlhf_rollouts.{self.kind}.worker")
         # In a session of its own, it does not get Ctrl-C, and what it starts is killed with it.
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PROGRAM, *arguments],
@@ -52,12 +55,12 @@ class Worker:
         self.loaded: Sequence[tuple[bool, Sequence[str]]]
         """Of each function, whether it is asynchronous, and the columns that it needs."""
         names = ", ".join(name for name, _, _ in self.sources)
-        problem = f"rewards {names}: not imported in {START_SECONDS:g} s; shorten the import"
+        problem = f"{self.kind} {names}: not imported in {START_SECONDS:g} s; shorten the import"
         try:
             if self.connection.poll(START_SECONDS):
                 problem, self.loaded = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            problem = f"rewards {names}: {self.how_ended()} at the import; correct the module"
+            problem = f"{self.kind} {names}: {self.how_ended()} at the import; correct the module"
         if problem:
             self.kill()
             raise RLHFError(problem)
@@ -68,7 +71,7 @@ class Worker:
             self.start()
         self.connection.send((*task, state))
 
-    def outcomes(self, task: Task) -> list[Outcome]:
+    def outcomes(self, task: Task) -> list[Any]:
         """Return the outcomes of a task whose result has come, or whose process has ended."""
         try:
             return list(self.connection.recv())
@@ -99,21 +102,22 @@ class Worker:
 class Pool:
     """Workers that all have the same functions."""
 
-    def __init__(self, sources: Sequence[Source], *, workers: int) -> None:
-        self.workers = [Worker(sources) for _ in range(workers if sources else 0)]
+    def __init__(self, sources: Sequence[Source], *, workers: int, kind: str = "rewards") -> None:
+        self.workers = [Worker(sources, kind=kind) for _ in range(workers if sources else 0)]
         self.loaded = self.workers[0].loaded if sources else ()
 
     def outcomes(
-        self, waiting: deque[Task], state: Mapping[str, Any]
-    ) -> Generator[tuple[Call, Outcome]]:
-        """Yield the outcome of each call of all tasks, in any order. The caller may append tasks
-        until the last outcome."""
+        self, waiting: Sequence[deque[Task]], state: Mapping[str, Any]
+    ) -> Generator[tuple[Any, Any]]:
+        """Yield the outcome of each call of all tasks, in any order: those that wait for each
+        worker, which may be the same for all. The caller may append tasks until the last
+        outcome."""
         busy: dict[Worker, tuple[Task, float]] = {}
         try:
-            while waiting or busy:
-                for worker in self.workers:
-                    if waiting and worker not in busy:
-                        task = waiting.popleft()
+            while any(waiting) or busy:
+                for worker, tasks in zip(self.workers, waiting, strict=True):
+                    if tasks and worker not in busy:
+                        task = tasks.popleft()
                         worker.send(task, state)
                         busy[worker] = task, time.monotonic() + task[1] + GRACE
                 due = min(due for _, due in busy.values())

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Generator, Mapping, Sequence, Sized
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,9 @@ class Scores:
     columns: Mapping[str, list[Any]]
     """What functions logged with `log_extra`: plain data, one value for each answer, None where
     nothing was logged."""
-    metrics: Mapping[str, float]
-    """What functions logged with `log_metric`, as the mean over the answers of their calls."""
+    metrics: Mapping[str, tuple[float, float]]
+    """What functions logged with `log_metric`: the sum over the answers of their calls, and the
+    number of these."""
 
 
 class Rewards:
@@ -87,6 +88,12 @@ class Rewards:
                 reach(address(spec.url), spec.label)
             if spec.model:
                 check_model_folder(spec.model, f"reward {spec.label!r}: model")
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The columns of the rows that the rewards need."""
+        pairs = zip(self._called, self._pool.loaded, strict=True)
+        return frozenset(name for spec, (_, names) in pairs for name in (*names, *spec.when))
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise RLHFError unless the rows have the columns that the rewards need."""
@@ -159,7 +166,7 @@ class Rewards:
         results: list[tuple[Call, Outcome]] = []
         lost: Counter[int] = Counter()
         failed = None
-        with closing(self._pool.outcomes(tasks, state)) as outcomes:
+        with closing(self._outcomes(tasks, state)) as outcomes:
             for call, outcome in outcomes:
                 if outcome.kind == "scored":
                     results.append((call, outcome))
@@ -175,6 +182,12 @@ class Rewards:
         if failed is not None:
             raise self._error(*failed, answers, state)
         return results
+
+    def _outcomes(
+        self, tasks: deque[Task], state: Mapping[str, Any]
+    ) -> Generator[tuple[Call, Outcome]]:
+        """Return the outcomes of tasks that any worker may take."""
+        return self._pool.outcomes([tasks] * len(self._pool.workers), state)
 
     def _tasks(self, calls: Sequence[Call], seconds: float) -> list[Task]:
         """Return calls as tasks: asynchronous ones run together, others one after the other."""
@@ -207,7 +220,7 @@ class Rewards:
             # Each answer by itself shows which one it is.
             alone = [answers.call(call.function, [place]) for place in call.places]
             tasks = deque(self._tasks(alone, self.deadline / len(alone)))
-            with closing(self._pool.outcomes(tasks, state)) as outcomes:
+            with closing(self._outcomes(tasks, state)) as outcomes:
                 failing = (each for each in outcomes if each[1].trace)
                 call, outcome = next(failing, (call, outcome))
             where = f"{len(call.places)} answers together" if len(call.places) > 1 else None
@@ -250,7 +263,8 @@ class Rewards:
             if spec.weight:  # Without a weight it is only a metric.
                 unscored &= ~known
         total[unscored] = np.nan
-        return Scores(by_name, total, columns, {name: sums[name] / sizes[name] for name in sums})
+        metrics = {name: (sums[name], float(sizes[name])) for name in sums}
+        return Scores(by_name, total, columns, metrics)
 
 
 def source(spec: RewardSpec, deadline: float) -> Source:

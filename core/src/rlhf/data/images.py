@@ -1,0 +1,145 @@
+"""Rows with images: the border between core and the distribution that reads them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import define, evolve
+from numpy.typing import NDArray
+
+from rlhf.config.field_docs import documented
+from rlhf.config.sections import ModelConfig
+from rlhf.config.source_names import DEMO
+from rlhf.data.columns import Columns
+from rlhf.data.example import Example
+from rlhf.data.tokens import Unencoded
+from rlhf.demo import model_folder
+from rlhf.errors import RLHFError
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import NotInstalled, find
+
+COLUMNS = ("image", "images")
+PARTS = ("image", "image_url", "input_image")
+"""Types of the parts of a message that are an image."""
+
+
+class BadImage(RLHFError):
+    """An image that cannot be used, or a row whose placeholders do not match its images. The row is
+    dropped and counted with `data.bad_images: drop`."""
+
+    def __init__(self, message: str, files: Mapping[str, str] | None = None) -> None:
+        """`files` are those of the row that were read, as `TreeImages.files`."""
+        super().__init__(message)
+        self.files = dict(files or {})
+
+
+@documented
+class RowImages(Protocol):
+    """The images of one row."""
+
+    row: dict[str, Any]
+    """The row without its images: where they stand, messages have a part `{"type": "image",
+    "image": N}` with the number of the image in the row, from 0."""
+
+    def expand(self, unencoded: Unencoded) -> Unencoded:
+        """Return what the row format made of `row`, with as many placeholders in its texts as the
+        model computes features of each image, and with an object of `TreeImages` as `images` of the
+        `Row` that it becomes."""
+
+
+@documented
+class TreeImages(Protocol):
+    """The images of one `Row`."""
+
+    files: Mapping[str, str]
+    """Digests of the files that were read, by the path in the row: of the content, then after a
+    colon what tells whether it has to be read again."""
+
+    lines: Sequence[str]
+    """A line about each image, for `rlhf inspect`."""
+
+    def inputs(self, example: Example) -> dict[str, NDArray[Any]]:
+        """Return the keyword arguments of the model for the example that the trainer made of the
+        row, as `Example.inputs`."""
+
+
+@documented
+class ImageReader(Protocol):
+    """What the record `rlhf.plugin.MediaPlugin` names. It is called in the processes that tokenise,
+    once for each row with images."""
+
+    digest: str
+    """A digest of what decides what an image becomes, such as the processor of the model."""
+
+    feature: int
+    """The token that stands for one feature of an image."""
+
+    def open(self, row: Columns, folder: Path | None) -> RowImages:
+        """Return the images of a row as it was read; relative paths begin at `folder`. With None no
+        file is read, as in the row of a stranger. Raises BadImage."""
+
+    def file_digest(self, path: str, folder: Path, known: str = "") -> str:
+        """Return the present digest of a file of `TreeImages.files`, which was `known`."""
+
+
+@define
+class Images:
+    """Opens the images of rows, with a reader that is loaded for the first of them."""
+
+    model: ModelConfig
+    tokenizer: Any
+    folder: Path | None
+    """Where relative paths begin; None if no file may be read."""
+
+    @cached_property
+    def reader(self) -> ImageReader:
+        """The reader. Raises NotInstalled without one."""
+        try:
+            plugin = find("media", "images")
+        except NotInstalled:
+            raise NotInstalled(
+                "the row has images, which core does not read; run `pip install rlhf-vision`"
+            ) from None
+        model = self.model
+        if model.path.startswith(DEMO):
+            model = evolve(model, path=str(model_folder(model.path)))
+        made: ImageReader = load_object(load_record(plugin).reader, plugin)(model, self.tokenizer)
+        return made
+
+    def of(self, row: Columns) -> RowImages | None:
+        """Return the images of a row, None if it has none."""
+        return self.reader.open(row, self.folder) if has_images(row) else None
+
+    def changes(self, digest: str, files: Mapping[str, str]) -> dict[str, Any]:
+        """Return the present digests of the reader and of files if they are not these; else
+        nothing."""
+        folder, digest_of = self.folder or Path(), self.reader.file_digest
+        now = {path: digest_of(path, folder, known) for path, known in files.items()}
+        if now == files and self.reader.digest == digest:
+            return {}
+        contents = {path: each.partition(":")[0] for path, each in now.items()}
+        return {"reader": self.reader.digest, "files": contents}
+
+
+def has_images(row: Columns) -> bool:
+    """Return whether a row has images: in a column, or as parts of its messages."""
+    return any(row.get(name) for name in COLUMNS) or any(map(_has_part, row.values()))
+
+
+def _has_part(value: Any) -> bool:
+    """Return whether a column of messages, perhaps as JSON, or of answers that are messages, has an
+    image."""
+    if isinstance(value, str) and value.lstrip().startswith("[{") and '"image' in value:
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    if isinstance(value, Mapping):
+        content = value.get("content", value.get("value"))
+        parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+        mappings = [part for part in parts if isinstance(part, Mapping)]
+        # Qwen's parts of images have no type.
+        return any((p.get("type") or (p.get("image") and "image")) in PARTS for p in mappings)
+    return isinstance(value, list) and any(map(_has_part, value))

@@ -1,0 +1,67 @@
+"""The answers of a rollout with their rewards, and what metrics need of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from rlhf_rollouts.rewards import Scores
+from rlhf_rollouts.written import Group
+
+__all__ = ["Judged"]
+
+
+@frozen(kw_only=True)
+class Judged:
+    """The answers of a rollout with their rewards, as [groups, answers]; nan where there is no
+    score."""
+
+    groups: Sequence[Group]
+    by_name: Mapping[str, NDArray[np.float64]]
+    total: NDArray[np.float64]
+    """The weighted sum."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], scores: Scores) -> "Judged":
+        """Return the answers with the scores of all of them, in the order of the groups."""
+        shape = (len(groups), len(groups[0]))
+        by_name = {name: np.reshape(each, shape) for name, each in scores.by_name.items()}
+        return cls(groups=groups, by_name=by_name, total=np.reshape(scores.total, shape))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each answer, with what tools have returned."""
+        return np.array([[len(sample.tokens) for sample in group] for group in self.groups])
+
+    @property
+    def written(self) -> NDArray[np.int64]:
+        """Tokens of each answer that the policy wrote."""
+        return np.array(
+            [[int((~np.isnan(sample.logprobs)).sum()) for sample in group] for group in self.groups]
+        )
+
+    @property
+    def finished(self) -> NDArray[np.bool_]:
+        """Whether each answer has ended before it was cut."""
+        return np.array([[sample.finished for sample in group] for group in self.groups])
+
+    def values(self) -> list[dict[str, Any]]:
+        """Return what `rlhf_rollouts.metrics` needs of each group, by name: all of it per answer,
+        so that core can divide a group that is larger than `batch.tokens`."""
+        lengths, finished = self.written, self.finished.astype(float)
+        scored = {"": self.total, **{f"/{name}": each for name, each in self.by_name.items()}}
+        return [
+            {
+                "length": lengths[place].astype(float),
+                "finished": finished[place],
+                "finished_length": lengths[place] * finished[place],
+                **{f"reward{name}": np.nan_to_num(each[place]) for name, each in scored.items()},
+                **{
+                    f"scored{name}": (~np.isnan(each[place])).astype(float)
+                    for name, each in scored.items()
+                },
+            }
+            for place in range(len(self.groups))
+        ]

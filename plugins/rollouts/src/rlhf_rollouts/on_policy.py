@@ -1,0 +1,204 @@
+"""The base class of trainers whose policy writes answers that rewards score."""
+
+import abc
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf.engine import Engine
+from rlhf.errors import RLHFError
+from rlhf.readouts import token_logprobs
+from rlhf.trainer import Example, Examples, PackedBatch, Run, Trainer
+from rlhf_rollouts.agreement import check_agreement
+from rlhf_rollouts.judged import Judged
+from rlhf_rollouts.judges import Judges, kept_columns, started
+from rlhf_rollouts.metrics import deviations_of
+from rlhf_rollouts.passing import rollout_sums
+from rlhf_rollouts.reported import Reported
+from rlhf_rollouts.room import check_room, check_whole
+from rlhf_rollouts.settings import Correction, check_lag
+from rlhf_rollouts.tools.offer import Offer, offer
+from rlhf_rollouts.tools.prompts import with_tools
+from rlhf_rollouts.tools.rewards import spec_of
+from rlhf_rollouts.tools.turns import Turns
+from rlhf_rollouts.written import Group, draws_of, written
+
+__all__ = ["OnPolicyTrainer"]
+
+WITHIN = ("embedded", None)
+"""The engine and the replay of runs whose own processes write the answers."""
+
+
+class OnPolicyTrainer(Trainer):
+    """A trainer on rows of the format `prompt`. A rollout is written, scored, recorded as a file of
+    the run and reported here; a subclass says what its loss sees of it.
+
+    Its settings have at least `rewards`, `answers`, `max_new_tokens`, `temperature`, `stop`,
+    `tools`, `batches`, `passes`, `agreement`, `eval`, `deadline` and `workers`, as those of GRPO.
+    """
+
+    row_format = "prompt"
+    section: ClassVar[str]
+    """The name of the trainer's settings, for messages."""
+    policy: Engine
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.rollout_batches, self.rollout_passes = config.batches, config.passes
+        self.offer = self.offered()
+        self.row_sources = self.offer and self.offer.schemas
+        self.rewards = config.rewards
+        if self.offer and self.offer.rewards:
+            self.rewards = (*config.rewards, spec_of(str(self.offer.environment)))
+        self.names = [spec.label for spec in self.rewards]
+        self.readout = partial(token_logprobs, temperature=config.temperature)
+        self.reported = Reported()
+        self.rollouts = 0
+        """How many rollouts have been trained on, with the present one."""
+
+    @abc.abstractmethod
+    def trained(self, examples: Sequence[Example], judged: Judged, step: int) -> list[Example]:
+        """Return what the loss sees of a rollout before step `step` (from 0). Collective."""
+
+    @abc.abstractmethod
+    def held_out(self, examples: Sequence[Example], judged: Judged) -> list[Example]:
+        """Return what the loss sees of the answers to held-out prompts."""
+
+    @abc.abstractmethod
+    def blank_tree(self, prompts: NDArray[Any], most: int) -> Example:
+        """Return a tree as large as any that `trained` makes, for prompts of these lengths and
+        paths of up to `most` tokens."""
+
+    def offered(self) -> Offer | None:
+        """Return what the policy may call. Raises RLHFError for tools that cannot be loaded."""
+        if not self.config.tools.are_set:
+            return None
+        try:
+            found = offer(self.config.tools)
+        except RLHFError as error:
+            raise RLHFError(f"{self.section}.tools: {error}") from error
+        if not self.config.rewards and not found.rewards:
+            raise RLHFError(
+                f"{self.section}.rewards is empty, and {found.environment} has no get_reward; name "
+                "a rule or a function, such as exact"
+            )
+        return found
+
+    def example(self, row: Any) -> Example:
+        if self.offer is not None:
+            if row.images:
+                raise RLHFError(
+                    f"{self.section}.tools cannot be used for a row with images; remove one of them"
+                )
+            row = with_tools(row.columns, self.offer.schemas, self.tokenizer)
+        return Example(row.prompt, row.answers, columns=kept_columns(row.columns))
+
+    def setup(self, run: Run) -> None:
+        self.run, config = run, self.config
+        check_lag(run.config, getattr(config, "correction", Correction()), self.section)
+        if self.lags and (run.config.rollouts.engine, run.config.rollouts.replay) == WITHIN:
+            run.notes.append(
+                "rollouts   lag 1 saves no time with the engine embedded, which writes in the "
+                "processes that train; a server writes while they do"
+            )
+        check_room(run, config.max_new_tokens, f"{self.section}.max_new_tokens")
+        limits = {"deadline": config.deadline, "workers": config.workers}
+        rewards = run.on_rank_zero(lambda: started(run, self.rewards, **limits), share=False)
+        self.policy = run.load("policy", dropout=False)
+        self.check_router(self.policy)
+        serves = config.batches * config.passes
+        same = config.tools.environment is None
+        self.judges = Judges(run, self.rewards, rewards, serves=serves, same_prompts=same)
+        self.turns = None
+        if self.offer is not None:
+            self.turns = Turns(
+                run, config.tools, self.offer, workers=config.workers, section=self.section
+            )
+            weakref.finalize(self, self.turns.close)
+
+    def check_router(self, engine: Engine) -> None:
+        """Raise RLHFError if a group could be divided, whose router loss needs all of it."""
+        if getattr(engine.module, "router_loss", 0.0):
+            check_whole(self.run, self.rollout_shape)
+
+    def rollout_shape(self, examples: Examples, most: int) -> Example:
+        return self.reported.marked([self.blank_tree(examples.prompt_lengths, most)])[0]
+
+    def draws(self, examples: Sequence[Example], seeds: Sequence[int]) -> Mapping[str, Any]:
+        config = self.config
+        return {
+            "engine": self.policy, "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature, **draws_of(examples, seeds, config.answers),
+        }  # fmt: skip
+
+    def rollout(
+        self, examples: Sequence[Example], step: int, seeds: Sequence[int]
+    ) -> Sequence[Example]:
+        config, training = self.config, self.policy.module.training
+        how: dict[str, Any] = {
+            "answers": config.answers if training else config.eval.answers,
+            "temperature": config.temperature if training else config.eval.temperature,
+            "max_new_tokens": config.max_new_tokens, "stop": config.stop,
+        }  # fmt: skip
+        calls: Mapping[str, tuple[float, float]] = {}
+        more: dict[str, Any] = {}
+        if self.turns is None:
+            groups: Sequence[Group] = written(self.run, self.policy, examples, seeds, **how)
+        else:
+            told = self.turns(self.policy, examples, seeds, **how)
+            examples, groups, calls = told.examples, told.groups, told.sums
+            more = {"completions": told.completions, "environment": told.rewards}
+        scores = self.judges(examples, groups, step, seeds=seeds, training=training, **more)
+        judged = Judged.of(groups, scores)
+        self.rollouts += training
+        made = self.trained(examples, judged, step) if training else self.held_out(examples, judged)
+        sums = rollout_sums(scores, judged, threshold=None if training else config.eval.threshold)
+        return self.reported.add(made, {**sums, **calls}, step=step, training=training)
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """Return the log-probability of each prediction under the policy [N]."""
+        return self.policy(batch, self.readout)["logprobs"]
+
+    @property
+    def due(self) -> bool:
+        """Whether the answers are compared even if only that takes a forward: in rollouts 1, 2, 4,
+        8 and so on, with a lag only in the first."""
+        return self.rollouts == 1 or not (self.lags or self.rollouts & (self.rollouts - 1))
+
+    @property
+    def lags(self) -> bool:
+        """Whether older weights write the answers than those that learn from them."""
+        return self.run.config.rollouts.lag > 0
+
+    def compare(self, judged: Judged, trained: Sequence[Sequence[Any]], step: int) -> None:
+        """Compare the log-probabilities of the answers in sampling with `trained`, those of the
+        trainer for each answer of each group before step `step` (from 0), and note the difference
+        in the first rollout. Raises RLHFError above `agreement` of the settings."""
+        if self.rollouts > 1 and (self.lags or self.run.config.rollouts.replay is not None):
+            # The policy may have learned other things than the one that wrote these answers.
+            return
+        drawn = [sample.logprobs for group in judged.groups for sample in group]
+        known = [answer for group in trained for answer in group]
+        setting = f"{self.section}.agreement"
+        line = check_agreement(
+            drawn, known, bound=self.config.agreement, setting=setting, step=step
+        )
+        if self.rollouts == 1:
+            self.run.notes.append(line)
+
+    def samples(self, number: int) -> Sequence[Mapping[str, Any]]:
+        return self.judges.files.samples(number)
+
+    def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
+        return deviations_of(sums, self.names) | self.reported.derived(sums)
+
+    def state(self) -> dict[str, Any]:
+        return {"reported": self.reported.state(), "rollouts": self.rollouts}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.reported.load_state(state["reported"])
+        self.rollouts = state["rollouts"]

@@ -1,0 +1,128 @@
+"""The server of a run, started or found, and what it can do. Only rank 0 calls this."""
+
+import copy
+import json
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from attrs import frozen
+
+from rlhf.engine import Engine
+from rlhf.errors import RLHFError
+from rlhf.plugin import Config
+from rlhf_rollout_vllm.client import MODELS, Client
+from rlhf_rollout_vllm.config import VLLMConfig
+from rlhf_rollout_vllm.launch import Server, check_environment, start, wait_for
+from rlhf_rollout_vllm.transfer import Adapter, Transfer, WholeWeights
+
+POLICY = "policy"
+"""What a started server calls its model."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank."""
+
+
+@frozen(kw_only=True, eq=False)
+class Connection:
+    """A server that is ready for weights."""
+
+    transfer: Transfer
+    server: Server | None
+    """The process, if the run has started it."""
+    note: str
+
+
+def connect(config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any, *, max_tokens: int
+            ) -> Connection:  # fmt: skip
+    """Start the server, or find the one that runs. Raises RLHFError if it cannot serve the run."""
+    started, server, url = time.monotonic(), None, settings.url
+    if url is None:
+        server = launch(config, settings, engine, tokenizer, max_tokens=max_tokens)
+        url = server.url
+    explain = (lambda: None) if server is None else server.ended
+    client = Client(url, seconds=settings.seconds, explain=explain)
+    served, limit = _model_of(client)
+    adapter = _adapter(engine)
+    if adapter is None:
+        transfer: Transfer = WholeWeights(client, served, limit, settings.folder)
+    else:
+        transfer = Adapter(client, served, limit, settings.folder, config=adapter)
+    note = f"rollouts   vLLM at {url}"
+    if server is not None:
+        note += f", started in {time.monotonic() - started:.0f} s; its log is {server.log}"
+    return Connection(transfer=transfer, server=server, note=note)
+
+
+def launch(
+    config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any, *, max_tokens: int
+) -> Server:
+    """Start a server for the trained model, and wait until it answers."""
+    assert settings.python is not None
+    check_environment(settings.python, settings.environment)
+    adapter, model, own = _adapter(engine), settings.model, None
+    if model is None and adapter is not None:
+        model = config.model.path
+        if not Path(model).is_dir():
+            raise RLHFError(
+                f"model.path {model} is not a folder, so the server cannot open it; set "
+                "rollouts.vllm.model to the folder of the base"
+            )
+    if model is None:
+        own = Path(tempfile.mkdtemp(prefix="rlhf-vllm-model-"))
+        model = str(write_description(engine, tokenizer, own))
+    output = config.output and Path(config.output)
+    folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
+    arguments = [model, *server_arguments(config, adapter, max_tokens=max_tokens)]
+    server = start(settings, arguments, folder / "vllm.log")
+    if own is not None:
+        weakref.finalize(server, rmtree, own, ignore_errors=True)
+    wait_for(server, seconds=settings.start_seconds)
+    return server
+
+
+def server_arguments(config: Config, adapter: Any, *, max_tokens: int) -> list[str]:
+    """Return the arguments of `vllm serve` that a run needs, after the model."""
+    arguments = [
+        "--served-model-name", POLICY, "--dtype", DTYPES[config.model.dtype],
+        "--max-model-len", str(max_tokens), "--logprobs-mode", "processed_logprobs",
+        "--generation-config", "vllm", "--enable-scale-out",
+    ]  # fmt: skip
+    if config.model.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if adapter is not None:
+        rank = next((size for size in RANKS if size >= adapter.r), adapter.r)
+        return [*arguments, "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+    transfer = json.dumps({"backend": "rlhf_files"})
+    return [*arguments, "--load-format", "dummy", "--weight-transfer-config", transfer]
+
+
+def write_description(engine: Engine, tokenizer: Any, folder: Path) -> Path:
+    """Write what a server needs of the trained model besides its weights."""
+    causal = engine.module.causal
+    architecture = copy.copy(causal.config)
+    architecture.architectures = [type(causal).__name__]
+    architecture.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _model_of(client: Client) -> tuple[str, int]:
+    """Return the name of the model that is served, and its limit on tokens."""
+    response = client.get(MODELS, once=True)
+    try:
+        base = next(each for each in response["data"] if each.get("parent") is None)
+        return str(base["id"]), int(base["max_model_len"])
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration):
+        raise RLHFError(
+            f"{client.url}{MODELS} names no model with its max_model_len: "
+            f"{json.dumps(response)[:200]}; is this a vLLM server?"
+        ) from None
+
+
+def _adapter(engine: Engine) -> Any:
+    """Return peft's config of the adapter that an engine trains, None without one."""
+    return getattr(engine.module.model, "peft_config", {}).get("default")

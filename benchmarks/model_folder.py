@@ -1,5 +1,5 @@
-"""Make a model folder without weights: a shape of the Qwen2.5 family or of a hybrid one, and a
-byte-level tokenizer trained on given rows.
+"""Make a model folder without weights: a shape of the Qwen2.5 family, of a hybrid one or of one
+that reads images, and a byte-level tokenizer trained on given rows.
 
     python benchmarks/model_folder.py FOLDER --shape 1.5b --rows chats.jsonl.gz
 
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5TextConfig,
+    Qwen3VLConfig,
 )
 
 DENSE = {  # hidden, intermediate, layers, heads, KV heads, tied embeddings, as published
@@ -48,12 +49,45 @@ HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 """Shapes of layers that take turns with attention, with a vocabulary of their own."""
-SHAPES = (*DENSE, *HYBRID)
+VISION: dict[str, dict[str, Any]] = {
+    "qwen3-vl-2b": {
+        "text_config": {"vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144}
+        | {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+        | {"head_dim": 128, "max_position_embeddings": 32_768, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20]}},
+        "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+        | {"num_heads": 16, "out_hidden_size": 2048, "deepstack_visual_indexes": [5, 11, 17]},
+    },
+    "qwen3-vl-tiny": {
+        "text_config": {"vocab_size": 32_000, "hidden_size": 64, "intermediate_size": 128}
+        | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 16, "max_position_embeddings": 32_768, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128}
+        | {"num_heads": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
+}
+"""Shapes of Qwen3-VL, whose patches have 16 pixels a side and are merged two by two."""
+SHAPES = (*DENSE, *HYBRID, *VISION)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+OF_IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2,
+    "temporal_patch_size": 2, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+    "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
     "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_OF_PARTS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -68,6 +102,9 @@ def make(folder: Path, *, shape: str, rows: Path, vocabulary: int = VOCABULARY) 
         model_max_length=32_768,
     )
     tokenizer.chat_template = CHATML
+    if shape in VISION:
+        tokenizer.chat_template = CHATML_OF_PARTS
+        tokenizer.add_tokens(list(OF_IMAGES), special_tokens=True)
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if shape in HYBRID:
@@ -75,6 +112,18 @@ def make(folder: Path, *, shape: str, rows: Path, vocabulary: int = VOCABULARY) 
         kind(
             **sizes, **ends, max_position_embeddings=32_768, tie_word_embeddings=True
         ).save_pretrained(folder)
+        return
+    if shape in VISION:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+        (folder / "processor_config.json").write_text("{}")
+        start, end, image, video = tokenizer.convert_tokens_to_ids(list(OF_IMAGES))
+        parts = {name: dict(part) for name, part in VISION[shape].items()}
+        parts["text_config"] |= ends
+        Qwen3VLConfig(
+            **parts, **ends, vision_start_token_id=start, vision_end_token_id=end,
+            image_token_id=image, video_token_id=video, tie_word_embeddings=True,
+            architectures=["Qwen3VLForConditionalGeneration"],
+        ).save_pretrained(folder)  # fmt: skip
         return
     hidden, intermediate, layers, heads, kv_heads, tied = DENSE[shape]
     Qwen2Config(

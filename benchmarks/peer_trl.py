@@ -3,7 +3,8 @@
 It needs TRL, and nothing of this project, in the Python that runs it: TRL 1.16 for all workflows
 but prm, which is in TRL up to 1.10. Reference and teacher run in the step. With `--zero STAGE`, on
 each of the ranks that torchrun has started, transformers' integration of DeepSpeed divides the
-models; at stage 3 they are divided as they are read.
+models; at stage 3 they are divided as they are read. Rows with images are not cut, all tokens of
+their answers are trained on, and the vision tower is frozen.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from datasets import Dataset, Image, List
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 
 WARM_UP = 4
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,14 +72,27 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     repeats = -(-options.size * options.steps // len(rows))
     clock = StepEnds()
-    tokens = statistics.mean(length(tokenizer, row, options.max_tokens) for row in rows)
+    # How many tokens an image is, only its processor knows.
+    options.images = "images" in rows[0]
+    tokens = 0.0
+    if not options.images:
+        tokens = statistics.mean(length(tokenizer, row, options.max_tokens) for row in rows)
     size = options.size
     if options.packed and options.workflow == "sft":
         options.size, options.max_tokens = (int(part) for part in options.packed.split("x"))
         repeats = (
             -(-int(options.size * options.max_tokens / tokens) * options.steps // len(rows)) + 1
         )
-    trainer = make_trainer(options, Dataset.from_list(rows * repeats), tokenizer, clock)
+    data = Dataset.from_list([*map(prompted, rows)] * repeats if options.images else rows * repeats)
+    reader = tokenizer
+    if options.images:
+        data = data.cast_column("images", List(Image()))
+        reader = AutoProcessor.from_pretrained(options.model)
+    trainer = make_trainer(options, data, reader, clock)
+    if options.images:
+        for name, parameter in trainer.model.named_parameters():
+            if ".visual." in name and "merger" not in name:
+                parameter.requires_grad_(False)
     trainer.data_collator = collated = Collated(trainer.data_collator)
     trainer.train()
     first_step = clock.times[0] - options.started
@@ -94,7 +108,7 @@ def main() -> None:
         "step_ms": 1e3 * seconds,
         "rows_a_step": round(size),
         "rows_per_s": size / seconds,
-        "tokens_per_s": size * tokens / seconds,
+        "tokens_per_s": size * tokens / seconds if tokens else None,
         "first_step_s": first_step,
         "losses": clock.losses,
         "padding": 1 - collated.real / collated.tokens,
@@ -142,7 +156,8 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0,
         "bf16": options.dtype == "bf16", "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False, "optim": "adamw_torch_fused",
-        "max_length": options.max_tokens, "use_liger_kernel": options.liger,
+        "max_length": None if options.images else options.max_tokens,
+        "use_liger_kernel": options.liger,
         "deepspeed": None if options.zero is None else zero(options.zero),
     }  # fmt: skip
     common: dict[str, Any] = {
@@ -160,7 +175,8 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
     if workflow == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        args = SFTConfig(**settings, assistant_only_loss=True, packing=bool(options.packed))
+        only = not options.images  # TRL refuses it with a processor.
+        args = SFTConfig(**settings, assistant_only_loss=only, packing=bool(options.packed))
         return SFTTrainer(model=built(options, options.model), args=args, **common)
     if workflow == "dpo":
         from trl import DPOConfig, DPOTrainer
@@ -219,12 +235,28 @@ def built(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=DTYPES[options.dtype],
         )  # fmt: skip
+    if options.images:
+        kind = "AutoModelForImageTextToText"
     model = getattr(transformers, kind).from_pretrained(
         folder, attn_implementation=options.attention, dtype=DTYPES[options.dtype], **changes
     )
     if options.zero is not None:
         return model  # DeepSpeed places it.
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prompted(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the answer in a column of its own, as TRL has it for images."""
+    if "messages" in row:
+        *prompt, answer = row["messages"]
+        return {"images": row["images"], "prompt": prompt, "completion": [answer]}
+    if "chosen" in row:
+        *prompt, chosen = row["chosen"]
+        rejected = row["rejected"][-1]
+        return {
+            "images": row["images"], "prompt": prompt, "chosen": [chosen], "rejected": [rejected],
+        }  # fmt: skip
+    return row
 
 
 def length(tokenizer: Any, row: dict[str, Any], most: int) -> int:

@@ -15,6 +15,9 @@ the same ZeRO stage, through transformers' integration of DeepSpeed. Words after
 `rlhf run`, which is ended after its last step: what it saves is not measured. One table, also in
 `OUTPUT/workflows.md` and `workflows.json`.
 
+With a shape of Qwen3-VL each row has an image of 256 to 1,536 patches, which this script draws, and
+rows of more than 3,000 characters are left out. Both sides train language and projector.
+
     python benchmarks/workflows.py --shape 1.5b --steps 1 --rounds 2 --cold --peer python --liger
 
 measures only the time to the first step, in each round: the first round of each workflow begins
@@ -34,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model_folder import SHAPES, VOCABULARY, make
+from model_folder import SHAPES, VISION, VOCABULARY, make
 
 from rlhf import demo
 
@@ -44,6 +47,8 @@ SIZES = {"sft": 128, "dpo": 64, "rm": 64, "kd": 64, "kto": 128, "prm": 64}
 """Rows a step."""
 TINY = 32_000
 """Vocabulary of the tiny shape."""
+LETTERS = 3000
+"""Of both sides of a pair with an image."""
 WARM_UP = 4
 PEERS = {"TRL": "peer_trl.py", "OpenRLHF": "peer_openrlhf.py"}
 """Scripts beside this file."""
@@ -135,17 +140,22 @@ def write_rows(options: argparse.Namespace) -> None:
     """One file for each workflow, in a shape that both sides read."""
     pairs = read(options.pairs) if options.pairs else demo.rows("arithmetic", "train", "preference")
     pairs = [as_messages(row) for row in pairs]
+    if options.shape in VISION:
+        pairs = with_images(pairs, options.output / "images")
     steps = (
         read(options.stepwise) if options.stepwise else demo.rows("arithmetic", "train", "stepwise")
     )
+    images = [{"images": row["images"]} if "images" in row else {} for row in pairs]
     halves = [
-        {"prompt": row["chosen"][:-1], "completion": row[side][-1:], "label": side == "chosen"}
-        for row in pairs
+        more
+        | {"prompt": row["chosen"][:-1], "completion": row[side][-1:], "label": side == "chosen"}
+        for row, more in zip(pairs, images, strict=True)
         for side in ("chosen", "rejected")
     ]
+    chosen = [{"messages": row["chosen"]} | more for row, more in zip(pairs, images, strict=True)]
     files: Mapping[str, Sequence[Row]] = {
-        "sft": [{"messages": row["chosen"]} for row in pairs],
-        "kd": [{"messages": row["chosen"]} for row in pairs],
+        "sft": chosen,
+        "kd": chosen,
         "dpo": pairs,
         "rm": pairs,
         "kto": halves,
@@ -154,6 +164,32 @@ def write_rows(options: argparse.Namespace) -> None:
     for name, rows in files.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (options.output / f"{name}.jsonl").write_text(lines)
+
+
+def with_images(pairs: list[Row], folder: Path) -> list[Row]:
+    """Return the shorter pairs, each with the path of an image of its own that is drawn here."""
+    import numpy as np
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    sizes = [
+        (16 * wide, 16 * high)
+        for wide in range(8, 65, 2)
+        for high in range(8, 65, 2)
+        if 256 <= wide * high <= 1536
+    ]
+    draw = np.random.default_rng(0)
+    rows = [row for row in pairs if sum(map(_letters, row.values())) <= LETTERS]
+    for number, row in enumerate(rows):
+        coarse = Image.fromarray(draw.integers(0, 256, (8, 8, 3), np.uint8))
+        path = folder / f"{number}.jpg"
+        coarse.resize(sizes[draw.integers(len(sizes))], Image.Resampling.BICUBIC).save(path)
+        row["images"] = [str(path.absolute())]
+    return rows
+
+
+def _letters(messages: list[Row]) -> int:
+    return sum(len(message["content"]) for message in messages)
 
 
 def read(path: Path) -> list[Row]:
@@ -281,12 +317,15 @@ def metrics_of(run: Path) -> list[str]:
 def make_weights(folder: Path, precision: str, *, seed: int) -> None:
     """Random weights beside a config.json, the same for both sides."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        config = AutoConfig.from_pretrained(folder)
+        images = hasattr(config, "vision_config")
+        kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     del model
     if torch.cuda.is_available():

@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from multiprocessing import util
@@ -28,6 +29,7 @@ OF_KILLED = ("pymp-", "torchelastic_", "wandb-", "wandb_")
 """What multiprocessing, torchrun and wandb leave if a process is killed."""
 OF_WANDB = ("wandb-media", "wandb-artifacts")
 """Folders that wandb removes when its process ends."""
+STARTED = time.monotonic()
 TEMPORARY = pytest.StashKey[Path]()
 """The folder in which all processes of the session make their temporary files."""
 
@@ -41,6 +43,12 @@ def _no_rank_left_behind() -> Iterator[None]:
 
 
 port = port_fixture()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For a part of the matrix: `.ci/run` has no time for all of it."""
+    parser.addoption("--minutes", type=float, help="skip the tests that would begin later")
+    parser.addoption("--first", type=int, default=0, help="number of the file that is the first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,9 +72,21 @@ OF_WHOLE_KITS = {
 """Tests of the kit that prove less of a trainer than of what runs it."""
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what begins after `--minutes`."""
+    minutes = item.config.option.minutes
+    if minutes and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes are over")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark these tests as `matrix` in the kits of the other trainers."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark these tests as `matrix` in the kits of the other trainers, and begin with the file
+    `--first`, which those before it follow."""
+    files = list(dict.fromkeys(item.path for item in items))
+    first = config.option.first % (len(files) or 1)
+    place = {file: number for number, file in enumerate(files[first:] + files[:first])}
+    items.sort(key=lambda item: place[item.path])
     for item in items:
         kit = getattr(item, "cls", None)
         name = getattr(item, "originalname", "")

@@ -161,3 +161,23 @@ def test_a_filler_runs_and_backward_reaches_every_layer() -> None:
         read["hidden"].sum().backward()
         grads = [p.grad for p in module.causal.model.layers.parameters()]
         assert all(grad is not None and not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_patches_see_those_of_their_image(scaling: float | None) -> None:
+    lengths = [6, 1, 9]
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 1, 2, sum(lengths), 8, generator=draw)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    module = torch.nn.Module()
+    options = {"cu_seq_lens_q": bounds, "max_length_q": 9, "scaling": scaling}
+    found, _ = attention.image_attention(module, *states, None, **options)
+    scores = states[0] @ states[1].transpose(2, 3) * (scaling or 8**-0.5)
+    image = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    scores = scores.masked_fill(image[:, None] != image, -torch.inf)
+    expected = (scores.softmax(-1) @ states[2]).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+    whole, _ = attention.image_attention(module, *states[..., :6, :], None, scaling=scaling)
+    torch.testing.assert_close(whole, expected[:, :6])
+    meta, _ = attention.image_attention(module, *states.to("meta"), None, **options)
+    assert meta.shape == expected.shape

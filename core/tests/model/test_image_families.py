@@ -19,12 +19,14 @@ from image_families import (
 )
 from torch import Tensor
 from transformers import Llama4Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf.config.sections import Config, LoraConfig, ModelConfig, OptimConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.model import attention
 from rlhf.model.adapters import linear_modules
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import part_of
@@ -229,3 +231,25 @@ def test_adapters_are_in_no_part_that_is_said_to_be_frozen() -> None:
         "o_proj, q_proj, up_proj, v_proj"
     )
     assert adapted(["q_proj", "linear_fc2"], "language", "projector") == {"projector"}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3-VL", "LLaVA"])
+def test_all_images_of_a_row_are_one_call_where_the_tower_takes_their_lengths(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, own = [], attention.image_attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args[1].shape[2])
+        return own(*args, **options)
+
+    causal = copy.deepcopy(image_model(name))
+    module = PackedModel(causal)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.OF_IMAGES, counted)
+    batch = pack(examples_of(name), [*range(len(examples_of(name)))])
+    module.hidden(batch)
+    patches = sum(len(it) for n, it in batch.inputs.items() if n == "pixel_values")
+    assert calls == ([] if name == "LLaVA" else [patches] * len(causal.base_model.visual.blocks))
+    module.path = "separate"
+    module.hidden(batch)
+    assert len(calls) == (0 if name == "LLaVA" else len(causal.base_model.visual.blocks))

@@ -33,6 +33,8 @@ CUDA = torch.device("cuda")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("GemmaConfig", SIZES | {"head_dim": 16}),
     "OLMo 2": ("Olmo2Config", SIZES),
+    "Qwen3 MoE": ("Qwen3MoeConfig", SIZES | {"head_dim": 16, "moe_intermediate_size": 32}),
+    "Qwen3-VL": ("Qwen3VLTextConfig", SIZES | {"head_dim": 16}),
     "SmolLM 3": ("SmolLM3Config", SIZES),
 }
 KNOWN = {
@@ -46,7 +48,7 @@ def run(model_type: str, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor
     sizes = {"hidden_size": 64} | ({"head_dim": 16} if "head_dim" in options else {})
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**(options | sizes))
-    causal = transformers.AutoModelForCausalLM.from_config(config)
+    causal = built(config)
     for parameter in causal.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     causal = causal.to(CUDA)
@@ -57,6 +59,15 @@ def run(model_type: str, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor
     found = PackedModel(causal)(tree_batch().to(CUDA), token_logprobs)["logprobs"]
     (found * torch.linspace(-1, 2, len(found), device=CUDA)).sum().backward()
     return found.detach(), gradients(causal)
+
+
+def built(config: Any) -> Any:
+    if config.model_type != "qwen3_vl_text":
+        return transformers.AutoModelForCausalLM.from_config(config)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": config.hidden_size, "deepstack_visual_indexes": []}
+    whole = transformers.Qwen3VLConfig(text_config=config.to_dict(), vision_config=vision)
+    return transformers.AutoModelForImageTextToText.from_config(whole)
 
 
 @pytest.mark.parametrize("model_type", FUSED)

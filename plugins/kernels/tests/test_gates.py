@@ -5,14 +5,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import LiveBytes
 from rlhf.model.parts import decoder
 from rlhf_devkit.families import FAMILIES, SIZES
 from rlhf_kernels.fused import check_fusible, check_gates_known, not_fusible
-from rlhf_kernels.gates import gates_of, recompute_products
+from rlhf_kernels.gates import ACTIVATIONS, activation_of, factors, gates_of, recompute_products
 
+KNOWN = {name: {"gelu"} for name in ("Gemma 2", "Gemma 3", "Gemma 4", "RecurrentGemma")} | {
+    "Zamba2": {""}
+}
+"""What the gated layers of a family compute, if it is not `silu`."""
 KINDS = ("LlamaConfig", "Gemma3TextConfig", "Phi3Config")
 
 
@@ -115,3 +120,44 @@ def test_layers_that_liger_would_get_wrong_are_not_fused() -> None:
     assert not_fusible(transformers.GPT2Config(), cuda).startswith(
         "does not support the family gpt2 (supported: gemma, "
     )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_that_are_fused_compute_the_product_of_their_activation(name: str) -> None:
+    kind, options = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**options)
+    causal = transformers.AutoModelForCausalLM.from_config(config)
+    layers = gates_of(decoder(causal))
+    found = {activation_of(layer) for layer in layers}
+    assert found == KNOWN.get(name, {"silu"} if layers else set())
+    for layer in layers:
+        hidden = torch.randn(3, layer.down_proj.out_features)
+        gate, up = factors(layer, hidden)
+        for activation in found - {""}:
+            expected = layer.down_proj(ACTIVATIONS[activation](gate) * up)
+            torch.testing.assert_close(layer(hidden), expected)
+
+
+def test_a_layer_that_does_more_than_the_product_is_not_fused() -> None:
+    class Scaled(LlamaMLP):
+        factor = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.factor * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    class Limited(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(max=7))
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes)
+    assert activation_of(LlamaMLP(config)) == "silu"
+    assert not activation_of(Scaled(config))
+    assert not activation_of(Limited(config))
+    Scaled.factor = 1.0
+    assert activation_of(Scaled(config)) == "silu"
+    other = transformers.LlamaConfig(**sizes, hidden_act="relu")
+    assert not activation_of(LlamaMLP(other))
+    with torch.device("meta"):
+        assert activation_of(LlamaMLP(config)) == "silu"

@@ -1,10 +1,12 @@
 """Tree attention over packed rows, registered with transformers under the name `rlhf_tree`.
 
 If the attention mask carries a tree, each kind of layer gets a TreeMask. If it does not, as in
-generation and with padded rows, the model runs transformers' own SDPA.
+generation and with padded rows, the model runs transformers' own SDPA. Vision towers get
+`image_attention`.
 """
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,14 @@ from rlhf.model.sequence import part_of_rank, to_heads, to_tokens
 
 NAME = "rlhf_tree"
 """Without "sdpa", "flash" or "flex" in it, for which transformers would run its own checks."""
+OF_IMAGES = "rlhf_flash_images"
+"""With "flash" in it, for which a vision tower passes the lengths of its images."""
 
 
 def register() -> None:
     """Register `attn_implementation="rlhf_tree"` with transformers; may be repeated."""
     AttentionInterface.register(NAME, tree_attention)
+    AttentionInterface.register(OF_IMAGES, image_attention)
     AttentionMaskInterface.register(NAME, tree_mask)
 
 
@@ -81,6 +86,40 @@ def tree_attention(
     else:
         output = attend_example(query, key, value, attention_mask, scoring)
     return output.transpose(1, 2).contiguous(), None
+
+
+def image_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: Any = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention within each image as transformers' attention function: query, key and value
+    [1, heads, patches, C] -> [1, patches, heads, C]. Image n has the patches from the n-th of
+    `cu_seq_lens_q` to the next. On CUDA it is one kernel for all images, where transformers has a
+    call for each of them."""
+    if query.is_meta:
+        output = MetaAttention.apply(query, key, value)
+        return output.transpose(1, 2).contiguous(), None
+    width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    usual = width % 8 == 0 and (scaling is None or math.isclose(scaling, width**-0.5))
+    if cu_seq_lens_q is not None and usual and half and query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        bounds, most = cu_seq_lens_q.int(), int(max_length_q)
+        output = cast(Tensor, varlen_attn(q, k, v, bounds, bounds, most, most))
+        return output[None], None
+    whole = [query.shape[2]]
+    lengths = whole if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    images = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    outputs = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in images]
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
 def row_attention(

@@ -18,7 +18,7 @@ from rlhf.model.accelerated import kernels_on
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import LogitForm, read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
-from rlhf.model.parts import decoder, image_reader, unwrapped
+from rlhf.model.parts import configs_of_towers, decoder, image_reader, unwrapped
 from rlhf.model.recurrent import Segments, computes_trees, run_trees
 from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
@@ -117,6 +117,8 @@ class PackedModel(nn.Module):
         implementation = attention.NAME if ours else self.default_attention
         if self.causal.config._attn_implementation != implementation:
             self.causal.set_attn_implementation(implementation)
+            for config in configs_of_towers(self.causal) if ours else ():
+                config._attn_implementation = attention.OF_IMAGES
 
     @property
     def extra_parameters(self) -> dict[str, nn.Parameter]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -72,6 +73,16 @@ def beyond_text(causal: Any, *, without: Collection[str] = ()) -> list[nn.Module
         for name, module in base.named_modules()
         if module not in reached and part_of(name) not in without
     ]
+
+
+def configs_of_towers(causal: Any) -> list[Any]:
+    """Return the configs of vision towers that compute attention of several images in one row."""
+    found = [
+        module.config
+        for module in beyond_text(causal)
+        if hasattr(module, "config") and "cu_seqlens" in signature(module.forward).parameters
+    ]
+    return list({id(config): config for config in found}.values())
 
 
 def outside(causal: Any, parts: Collection[str]) -> set[nn.Module]:

@@ -1,5 +1,5 @@
-"""Fused layers: RMS norms by our kernels in any family, rotary embedding and gated activations by
-the Triton kernels of Liger (arXiv 2410.10989).
+"""Fused layers: RMS norms by our kernels and gated activations by the Triton kernels of Liger
+(arXiv 2410.10989), in any family, and in some families the rotary embedding by Liger, too.
 
 Liger's own functions patch a family's Python module, so that every model in the process changes.
 Here only one model changes, except for the rotary embedding, which is a function of that module.
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from rlhf.engine import fused_on, replace_forward, replaced_forward
 from rlhf.errors import RLHFError
-from rlhf_kernels.gates import Product, factors, gates_of
+from rlhf_kernels.gates import Product, activation_of, factors, gates_of
 from rlhf_kernels.liger import liger_module
 from rlhf_kernels.meta import MetaGate
 from rlhf_kernels.norms import fuse_norms
 
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3",
+    "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3",
 )  # fmt: skip
-"""`model_type`s whose fused layers are compared with their own (`tests/test_fused_cuda.py`)."""
+"""`model_type`s whose rotary embedding is fused, too, which rotates queries and keys in place: all
+fused layers of these are compared with their own (`tests/test_fused_cuda.py`)."""
 ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
 """What Liger's gates compute, in the Gemma families (True) and in all others. Liger does not check
 a config's activation."""
@@ -57,16 +58,15 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
     on what was fused; empty if there is nothing to report."""
     if kernels == "none" or not fused_on(device.type):
         return ""
-    norms = fuse_norms(decoder)
-    if not_fusible(decoder.config, device):
-        return "layers     norms fused" if norms else ""
-    product = _product(decoder, device)
-    for layer in gates_of(decoder):
-        replace_forward(layer, partial(_gated, layer, product=product))
-    if device.type != "meta":
+    gates = sum(_fuse_gate(layer, device) for layer in gates_of(decoder))
+    rotary = not not_fusible(decoder.config, device)
+    if rotary and device.type != "meta":
         _fuse_rotary(decoder)
-    parts = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
-    return f"layers     {parts} fused, by Liger {version('liger-kernel')} and our own kernels"
+    fused = {"norms": fuse_norms(decoder), "rotary embedding": rotary, "gates": gates}
+    *others, last = [name for name, number in fused.items() if number] or [""]
+    names = f"{', '.join(others)} and {last}" if others else last
+    by = f", by Liger {version('liger-kernel')} and our own kernels" if rotary or gates else ""
+    return f"layers     {names} fused{by}" if names else ""
 
 
 def not_fusible(config: Any, device: torch.device) -> str:
@@ -82,16 +82,25 @@ def not_fusible(config: Any, device: torch.device) -> str:
     return ""
 
 
+def _fuse_gate(layer: Any, device: torch.device) -> bool:
+    """Have a gated layer run a fused product, if a kernel computes it; return whether one does."""
+    product = product_of(layer, device)
+    if product is not None:
+        replace_forward(layer, partial(_gated, layer, product=product))
+    return product is not None
+
+
 def _gated(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
     return layer.down_proj(product(*factors(layer, hidden)))
 
 
-def _product(decoder: Any, device: torch.device) -> Product:
-    """Return the product of the decoder's fused gated layers. On the meta device it is a stand-in,
-    which needs no values."""
-    if device.type == "meta":
-        return MetaGate.apply
-    if decoder.config.model_type.startswith("gemma"):
+def product_of(layer: Any, device: torch.device) -> Product | None:
+    """Return the fused product of a gated layer; None if no kernel computes it. On the meta device
+    it is a stand-in, which needs no values."""
+    activation = activation_of(layer)
+    if not activation or device.type == "meta":
+        return MetaGate.apply if activation else None
+    if activation == "gelu":
         return liger_module("geglu").LigerGELUMulFunction.apply
     return liger_module("swiglu").LigerSiLUMulFunction.apply
 
@@ -132,4 +141,5 @@ class Rotary:
 def products_of(decoder: nn.Module, device: torch.device) -> dict[int, Product]:
     """Return the products of the decoder's fused gated layers, by the layers' ids."""
     fused = [layer for layer in gates_of(decoder) if replaced_forward(layer) is not None]
-    return dict.fromkeys(map(id, fused), _product(decoder, device)) if fused else {}
+    products = {id(layer): product_of(layer, device) for layer in fused}
+    return {number: product for number, product in products.items() if product is not None}

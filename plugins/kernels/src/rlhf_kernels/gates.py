@@ -5,6 +5,7 @@ It saves a quarter of a layer's activations for two passes over its gates (selec
 recomputation, Korthikanti et al., arXiv 2205.05198).
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import gelu, silu
 
 from rlhf.engine import replace_forward
 
@@ -19,6 +21,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """act(gate) * up; keeps only both factors for backward."""
 PARTS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 """Names of the linear modules of a gated layer."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu, "gelu": partial(gelu, approximate="tanh"),
+}  # fmt: skip
+"""Those that Liger's kernels compute."""
 
 
 def gates_of(decoder: nn.Module) -> list[Any]:
@@ -28,6 +34,40 @@ def gates_of(decoder: nn.Module) -> list[Any]:
         for module in decoder.modules()
         if any(names <= dict(module.named_children()).keys() for names in PARTS)
     ]
+
+
+def activation_of(layer: nn.Module) -> str:
+    """Return the activation of a layer that computes down(act(gate(x)) * up(x)) and nothing more:
+    `silu`, or `gelu` approximated by tanh. Empty for any other layer. A few numbers sent through
+    the layer's code, with small linear modules in it, tell."""
+    if layer._parameters or layer._buffers:
+        return ""
+    same: Any = copy.copy(layer)
+    draw = torch.Generator().manual_seed(0)
+
+    def linear(inputs: int, outputs: int) -> nn.Module:
+        module = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device="cpu")
+        module.weight.data = torch.randn(outputs, inputs, generator=draw, device="cpu")
+        return module
+
+    joint = hasattr(layer, "gate_up_proj")
+    drawn = {"gate_up_proj": linear(4, 12)} if joint else {}
+    drawn = drawn or {"gate_proj": linear(4, 6), "up_proj": linear(4, 6)}
+    same.__dict__["_modules"] = {**layer._modules, **drawn, "down_proj": linear(6, 4)}
+    # Large values show a layer that limits them.
+    sample = torch.tensor([[1.0], [30.0], [1000.0]], device="cpu")
+    sample = sample * torch.randn(3, 4, generator=draw, device="cpu")
+    with torch.no_grad():
+        try:
+            actual = type(layer).forward(same, sample)
+        except Exception:  # A layer of another kind may need anything.
+            return ""
+        gate, up = factors(same, sample)
+        for name, activation in ACTIVATIONS.items():
+            expected = same.down_proj(activation(gate) * up)
+            if isinstance(actual, Tensor) and torch.allclose(actual, expected, rtol=1e-5):
+                return name
+    return ""
 
 
 def recompute_products(decoder: nn.Module, products: dict[int, Product]) -> None:

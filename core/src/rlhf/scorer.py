@@ -14,6 +14,7 @@ from attrs import evolve
 from torch import Tensor
 
 from rlhf.config.sections import DataEntry, ModelConfig
+from rlhf.data.arrays import blank_arrays
 from rlhf.data.batch import PackedBatch
 from rlhf.data.columns import errors_at, type_name
 from rlhf.data.encode import Encoder, common_prefix
@@ -24,7 +25,6 @@ from rlhf.data.order import rounding_on
 from rlhf.data.other_rows import with_our_columns
 from rlhf.data.packing import pack
 from rlhf.data.tokens import Row
-from rlhf.data.trees import blank_arrays
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES

@@ -47,6 +47,9 @@ LLAMA_4 = Llama4Config(
 )
 
 
+ROUNDING = {"Gemma 4 E2B": 5e-4}
+"""Largest error of a gradient, as a share of the largest gradient. Those of transformers' Gemma 4
+differ by 2.3e-4 from those in float64."""
 QUICK = {"Qwen2.5-VL", "Qwen3-VL", "Qwen3.5", "LLaVA", "Gemma 3", "Gemma 4", "SmolVLM"}
 NAMES = [name if name in QUICK else MORE(name) for name in IMAGE_FAMILIES]
 
@@ -108,8 +111,9 @@ def test_packed_images_have_plain_transformers_numbers(
     own = gradients(module.model, found)
     largest = max(float(value.abs().max()) for value in truth.values())
     for key, value in own.items():
+        atol = ROUNDING.get(name, 1e-4) * largest
         torch.testing.assert_close(
-            value, truth.get(key, torch.zeros_like(value)), rtol=0, atol=1e-4 * largest
+            value, truth.get(key, torch.zeros_like(value)), rtol=0, atol=atol
         )
     assert truth.keys() <= own.keys()
 

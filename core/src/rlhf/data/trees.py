@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rlhf.data.batch import TOKEN_INPUTS
+from rlhf.data.arrays import Arrays, blank_arrays, numbers, to_bytes
 from rlhf.data.example import Answer, Example, longest_path, num_tokens
 from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, as_array, kind_of
 
@@ -29,6 +28,7 @@ NUMBERS = (
     "predictions",
     "labels",
     "labels_cut",
+    "bytes",
 )
 LISTS = {
     "prompt": pa.int32(),
@@ -37,9 +37,6 @@ LISTS = {
     "trained": pa.uint8(),
     "values": pa.float32(),
 }
-NUMPY = {
-    pa.int64(): np.int64, pa.int32(): np.int32, pa.uint8(): np.uint8, pa.float32(): np.float32,
-}  # fmt: skip
 TOKENS = ("prompt", "tokens", "ends", "trained")
 """The lists that decide what a model sees and predicts."""
 SCHEMA = pa.schema(
@@ -61,6 +58,7 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
     end of its row's name, `place`, is left empty."""
     answers, values = example.answers, example.values
     arrays = {name: as_array(value) for name, value in example.inputs.items()}
+    coded = {name: to_bytes(array) for name, array in arrays.items()}
     sizes = [len(answer.tokens) for answer in answers]
     names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
     return dict.fromkeys(NUMBERS, 0) | {
@@ -68,6 +66,7 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "length": num_tokens(example),
         "path": longest_path(example),
         "answers": len(sizes),
+        "bytes": sum(array.nbytes for array in arrays.values()),
         "prompt": np.asarray(example.prompt, np.int32),
         "tokens": np.concatenate([NO_IDS, *(np.asarray(a.tokens, np.int32) for a in answers)]),
         "ends": [*accumulate(sizes)],
@@ -78,10 +77,10 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "columns": json.dumps(dict(example.columns)) if example.columns else "",
         "files": "",
         "images": "",
-        "arrays": json.dumps([[n, str(a.dtype), a.shape] for n, a in arrays.items()])
+        "arrays": json.dumps([[n, str(a.dtype), a.shape, coded[n][0]] for n, a in arrays.items()])
         if arrays
         else "",
-        "inputs": b"".join(array.tobytes() for array in arrays.values()),
+        "inputs": b"".join(data for _, data in coded.values()),
     }
 
 
@@ -108,8 +107,8 @@ class TreeFile:
         known = "arrays" in self._table.column_names
         arrays = self._table["arrays"].unique().to_pylist() if known else []
         self.arrays: list[Any] = json.loads(next(filter(None, arrays), "[]"))
-        """Name, type and shape of the inputs of the first example with inputs. An example without
-        gets these with 0 rows, and those that describe tokens as of text."""
+        """Name, type, shape and coding of the inputs of the first example with inputs. An example
+        without gets these with 0 rows, and those that describe tokens as of text."""
         kinds = self._table["kinds"].unique().to_pylist()
         self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
 
@@ -137,13 +136,13 @@ class TreeFile:
             return example
         batch = self._batches[place]
         kept = json.loads(batch["arrays"][index].as_py() or "[]")
-        inputs = _read_arrays(kept, _bytes_at(batch["inputs"], index))
+        inputs: Mapping[str, Any] = Arrays(kept, _bytes_at(batch["inputs"], index))
         return attrs.evolve(example, inputs=inputs or blank_arrays(self.arrays, example))
 
     @property
-    def input_bytes(self) -> NDArray[Any]:
-        """Bytes of each example's own inputs [n]; those without any get those of text."""
-        return numbers(pc.binary_length(self._table["inputs"]).combine_chunks())
+    def input_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each example's own inputs [n], 0 without any."""
+        return self.column("bytes")
 
     def with_token(self, token: int) -> NDArray[np.bool_]:
         """Return whether each example has a token [n]."""
@@ -291,30 +290,6 @@ def _bytes_at(array: pa.Array, index: int) -> pa.Buffer:
     return (data or pa.py_buffer(b"")).slice(start, end - start)
 
 
-def _read_arrays(arrays: Sequence[Any], data: pa.Buffer) -> dict[str, NDArray[Any]]:
-    """Return the inputs that `tree` has joined as `data`, without a copy: not to be written to."""
-    out, start = {}, 0
-    for name, dtype, shape in arrays:
-        count = math.prod(shape)
-        out[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
-        start += count * np.dtype(dtype).itemsize
-    return out
-
-
-def blank_arrays(arrays: Sequence[Any], example: Example) -> dict[str, NDArray[Any]]:
-    """Return inputs like these `arrays` for an example without images."""
-    size = len(example.prompt)
-    ends = [(0, size), *((size, size + len(answer.tokens)) for answer in example.answers)]
-    positions = np.concatenate([np.arange(start, end) for start, end in ends])
-    blank = {}
-    for name, dtype, shape in arrays:
-        rows = len(positions) if name in TOKEN_INPUTS else 0
-        blank[name] = np.zeros((rows, *shape[1:]), dtype)
-        if name == "position_ids":
-            blank[name] += positions.astype(dtype).reshape(-1, *[1] * len(shape[1:]))
-    return blank
-
-
 def _nested(
     flat: NDArray[np.float32], kinds: Mapping[str, str], answers: Sequence[Answer]
 ) -> dict[str, Any]:
@@ -328,10 +303,3 @@ def _nested(
         else:
             values[name] = part if kind == PER_ANSWER else np.split(part, ends[:-1])
     return values
-
-
-def numbers(array: pa.Array) -> NDArray[Any]:
-    """Return an Arrow array of numbers, none of them missing, without a copy. Arrow's `to_numpy`,
-    and in some versions `to_pandas_dtype`, imports pandas where it is installed."""
-    dtype = np.dtype(NUMPY[array.type])
-    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)

@@ -112,7 +112,8 @@ def image_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        bounds, most = cu_seq_lens_q.int(), int(max_length_q)
+        bounds = cu_seq_lens_q.int()
+        most = int(bounds.diff().max() if max_length_q is None else max_length_q)
         output = cast(Tensor, varlen_attn(q, k, v, bounds, bounds, most, most))
         return output[None], None
     whole = [query.shape[2]]

@@ -1,5 +1,7 @@
 """Files of rows with images, from their first row to the examples that a run trains on."""
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -297,6 +299,32 @@ def test_each_image_has_a_line_with_its_size_and_its_tokens(tmp_path: Path, mode
     train = examples(model, [ROW, TEXT], tmp_path)
     assert train.images(0) == ["image 1 (a.png): 40 x 30 pixels, 20 tokens"]
     assert train.images(1) == []
+
+
+def decoded(url: str) -> Image.Image:
+    head, _, content = url.partition(",")
+    assert head == "data:image/jpeg;base64"
+    return Image.open(io.BytesIO(base64.b64decode(content)))
+
+
+def test_rows_keep_small_pictures_of_their_first_images(tmp_path: Path, model: Path) -> None:
+    Image.new("RGB", (400, 100), "red").save(tmp_path / "wide.png")
+    Image.new("RGB", (4, 700), "blue").save(tmp_path / "thin.png")
+    names = ["wide.png", "a.png", "thin.png"] * 3
+    row = {**ROW, "prompt": "<image>" * 9, "images": names}
+    train = examples(model, [TEXT, row], tmp_path)
+    assert train.thumbnails(0) == []
+    small = [decoded(url) for url in train.thumbnails(1)]
+    assert [image.size for image in small] == [(128, 32), (40, 30), (1, 128)] * 2 + [
+        (128, 32), (40, 30)
+    ]  # fmt: skip
+    assert np.abs(np.asarray(small[0], int) - [254, 0, 0]).max() <= 2
+    assert max(map(len, train.thumbnails(1))) < 4000
+    (tmp_path / "wide.png").unlink()
+    Image.new("RGB", (400, 100), "green").save(tmp_path / "wide.png")
+    again = examples(model, [TEXT, row], tmp_path)
+    assert np.abs(np.asarray(decoded(again.thumbnails(1)[0]), int) - [0, 128, 0]).max() <= 2
+    assert again.thumbnails(1)[1] == train.thumbnails(1)[1]
 
 
 def test_the_template_of_an_older_processor_is_used(tmp_path: Path, model: Path) -> None:

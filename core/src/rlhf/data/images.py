@@ -60,6 +60,9 @@ class TreeImages(Protocol):
     lines: Sequence[str]
     """A line about each image, for `rlhf inspect`."""
 
+    thumbnails: Sequence[str]
+    """Small pictures of the first images as data URLs, for `rlhf report`."""
+
     def inputs(self, example: Example) -> dict[str, NDArray[Any]]:
         """Return the keyword arguments of the model for the example that the trainer made of the
         row, as `Example.inputs`."""

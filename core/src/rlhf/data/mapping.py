@@ -65,6 +65,7 @@ class RowsToTrees:
         tree = self._tree_with(item, images)
         if images:
             tree |= {"files": json.dumps(images.files), "images": "\n".join(images.lines)}
+            tree["thumbnails"] = " ".join(images.thumbnails)
         return tree
 
     def _tree_with(self, item: Row | Columns, images: TreeImages | None) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def _check_placeholders(examples: Examples, parts: Sequence[Part], tokenizer: An
         wrong = np.flatnonzero(file.with_token(feature) & (file.input_bytes == 0)).tolist()
         if wrong:
             raise RLHFError(
-                f"{part.source}{file.place(wrong[0])}: the row has "
+                f"{part.source}{file.text('place', wrong[0])}: the row has "
                 f"{tokenizer.convert_ids_to_tokens(feature)}, which stands for an image, but no "
                 "image; remove it from the text, or remove the row"
             )

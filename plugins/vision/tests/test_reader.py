@@ -1,8 +1,10 @@
 """Files of rows with images, from their first row to the examples that a run trains on."""
 
 import base64
+import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,66 @@ def test_a_changed_image_is_prepared_again_and_an_untouched_one_is_not(
     picture(40, 30).save(tmp_path / "a.png")
     (back,) = examples(model, [ROW], tmp_path)
     np.testing.assert_array_equal(back.inputs["pixel_values"], first.inputs["pixel_values"])
+
+
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a list to which the paths of images are added whose content is read."""
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.extend([path] * (path.suffix == ".png"))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    return read
+
+
+def test_a_file_that_was_written_anew_is_read_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = tmp_path / "a.png", read_files(monkeypatch)
+    (first,) = examples(model, [ROW], tmp_path)
+    read.clear()
+    examples(model, [ROW], tmp_path)
+    assert read == []
+    os.utime(file, (9, 9))
+    for expected in ([file], []):
+        (again,) = examples(model, [ROW], tmp_path)
+        assert read == expected
+        np.testing.assert_array_equal(again.inputs["pixel_values"], first.inputs["pixel_values"])
+        read.clear()
+    (newest,) = (tmp_path / "cache").rglob("newest.json")
+    assert [path.name for path in newest.parent.glob("newest*")] == ["newest.json"]
+    # What a killed process or a full disk has left counts as nothing.
+    newest.write_text("{")
+    assert tokens_of(examples(model, [ROW], tmp_path)[0]) == tokens_of(first)
+    assert read == [file]
+    # Another picture is read and prepared once.
+    picture(20, 50, seed=3).save(file)
+    (other,) = examples(model, [ROW], tmp_path)
+    assert other.inputs["image_grid_thw"].tolist() != first.inputs["image_grid_thw"].tolist()
+    read.clear()
+    (again,) = examples(model, [ROW], tmp_path)
+    np.testing.assert_array_equal(again.inputs["pixel_values"], other.inputs["pixel_values"])
+    assert read == []
+
+
+def test_a_cache_that_cannot_be_written_is_read(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first,) = examples(model, [ROW], tmp_path)
+    os.utime(tmp_path / "a.png", (9, 9))
+    write_text = Path.write_text
+
+    def refused(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.name.startswith("newest"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return write_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    (again,) = examples(model, [ROW], tmp_path)
+    assert tokens_of(again) == tokens_of(first)
 
 
 def test_a_changed_processor_prepares_images_again(tmp_path: Path, model: Path) -> None:

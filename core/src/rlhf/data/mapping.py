@@ -18,13 +18,7 @@ from rlhf.data.example import Answer, Example, ExampleMaker, longest_path
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
 from rlhf.data.images import BadImage, TreeImages
-from rlhf.data.packing import (
-    PER_EXAMPLE,
-    PER_TOKEN,
-    kind_of,
-    num_labels,
-    num_predictions,
-)
+from rlhf.data.packing import PER_EXAMPLE, PER_TOKEN, kind_of, num_labels, num_predictions
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError, counted
 

@@ -8,7 +8,7 @@ from PIL import Image
 SIDE = 128
 """Pixels of the longer side."""
 NUM_THUMBNAILS = 8
-"""Images of a row that get one: about 4 kB each are kept with the row."""
+"""Images of a row that get one: about 5 kB each are kept with the row."""
 QUALITY = 80
 
 

@@ -1,16 +1,20 @@
 """Rows with images in whole runs: the numbers of plain transformers, the same curve in every
 layout, exact resumes, and an export that has everything of the base."""
 
+import base64
+import io
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from rlhf.cli import main
 from rlhf.demo import model_folder
 from rlhf.plugin import ModelConfig
 from rlhf_devkit import column
@@ -144,6 +148,37 @@ def test_answers_to_images_have_one_curve_resume_exactly_and_are_replayed(
     )
 
 
+def test_samples_of_rewards_have_small_pictures_of_their_rows(tmp_path: Path, one: Ranks) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def first(answer, images=None, **columns):\n    return [*range(len(answer))]\n"
+    )
+    words = words_of(
+        "grpo", tmp_path / "data", "--grpo.rewards", f"{rewards}:first", "--train.steps", "1",
+        "--grpo.max_new_tokens", "4", "--grpo.answers", "2", "--train.samples", "4",
+        "--data.eval", str(tmp_path / "data" / "rows.jsonl"), "--output", str(tmp_path / "run"),
+    )  # fmt: skip
+    one.run(run, "grpo", words, str(tmp_path / "cache"))
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert len(samples) == 4
+    for sample in samples:
+        number = int(sample["row"].rpartition(" ")[2]) - 1
+        assert_pictured(sample, [f"{number}-{place}.png" for place in range(number % 3)], tmp_path)
+    assert {len(sample.get("images", ())) for sample in samples} > {0}
+
+
+def assert_pictured(sample: dict[str, Any], names: list[str], folder: Path) -> None:
+    """Check that a sample has small pictures of these files, which have one color each."""
+    urls = sample.get("images", [])
+    assert len(urls) == len(names)
+    for url, name in zip(urls, names, strict=True):
+        content = base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))
+        with Image.open(folder / "data" / name) as file, Image.open(io.BytesIO(content)) as small:
+            assert small.size == file.size
+            difference = np.asarray(small, int) - np.asarray(file, int)
+            assert np.abs(difference).max() < 9
+
+
 def plain_loss(folder: Path, model: Any, tokenizer: Any, processor: Any) -> float:
     """The mean loss of the answers, one row at a time, in plain transformers."""
     total, count = 0.0, 0
@@ -225,6 +260,12 @@ def test_the_loss_is_that_of_plain_transformers_and_the_export_opens_as_the_base
     assert shown[1]["prompt"] == (
         "image 1 (1-0.png): 56 x 56 pixels, 4 tokens\nWhat is it?What is it?"
     )
+    for number, sample in enumerate(shown):
+        assert_pictured(sample, [f"{number}-{place}.png" for place in range(number)], tmp_path)
+    page = tmp_path / "report.html"
+    assert main(["report", str(output), "--output", str(page)]) == 0
+    assert page.read_text().count("<img ") == 3
+    assert f'<img src="{shown[1]["images"][0]}" alt="image 1">' in page.read_text()
     # The tower is frozen by default.
     pairs = zip(trained.named_parameters(), base.parameters(), strict=True)
     changed = {name.split(".")[1] for (name, new), old in pairs if not torch.equal(new, old)}

@@ -348,7 +348,8 @@ class ObserverHooks:
         also in `samples.jsonl`.
 
         Each has `row` (file and line), `prompt` (text) and `answers` (list of texts that the model
-        wrote). A trainer that scores answers gives those of the row, and `scores`: for each answer
+        wrote). `images` has small pictures of the images of the row, as data URLs in JPEG, if it
+        has any. A trainer that scores answers gives those of the row, and `scores`: for each answer
         a number, or a list of numbers, such as one per step. An on-policy trainer gives answers of
         the evaluation with the highest and the lowest rewards, which are their `scores`, and in
         `which` the place of the answer, such as `lowest reward 1`."""

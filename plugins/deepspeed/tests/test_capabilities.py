@@ -2,6 +2,7 @@
 preset sets outside of its section."""
 
 import json
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -12,7 +13,17 @@ from rlhf_devkit import read_config
 from rlhf_devkit.problem import configure
 from rlhf_plugin_deepspeed import config as section_of
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW
-from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS, DeepSpeedConfig, check, resolve
+from rlhf_plugin_deepspeed.config import (
+    OTHER_NAMES,
+    PRESETS,
+    TRIED,
+    DeepSpeedConfig,
+    check,
+    resolve,
+)
+from rlhf_plugin_deepspeed.versions import installed_version, older
+
+ROOT = Path(__file__).parents[3]
 
 
 def config(**settings):
@@ -176,9 +187,9 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
         "it); remove optimizer.params.lr (optim decides it); remove bf16.enabled (model.dtype "
         "decides it); remove zero_optimization.stage (deepspeed.stage decides it); remove "
         "zero_optimization.offload_optimizer.device (deepspeed.offload_optimizer decides it); "
-        "remove compile.deepcompile (DeepCompile is not offered: its graphs bypass the patches "
-        "that make the curve exact; set model.kernels to compile, at stages 0 to 2); "
-        "zero_optimisation.overlap_comm cannot be set here; did you mean "
+        "remove compile.deepcompile (DeepCompile, tried with deepspeed 0.19.8, is not offered: its "
+        "graphs bypass the patches that make the curve exact; set model.kernels to compile, at "
+        "stages 0 to 2); zero_optimisation.overlap_comm cannot be set here; did you mean "
         "zero_optimization.overlap_comm?"
     )
     with pytest.raises(ValueError, match=r"expects true or false, got 0$"):
@@ -188,15 +199,16 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
 
 
 DEEP_COMPILE = (
-    "DeepCompile is not offered: its graphs bypass the patches that make the curve exact; "
-    "set model.kernels to compile, at stages 0 to 2"
+    "DeepCompile, tried with deepspeed 0.19.8, is not offered: its graphs bypass the patches that "
+    "make the curve exact; set model.kernels to compile, at stages 0 to 2"
 )
 ABSENT = {
     "compile": DEEP_COMPILE,
     "deepcompile": DEEP_COMPILE,
     "expert_parallel": (
-        "AutoEP is not offered: it renames experts and divides them over ranks, so exports and "
-        "adapters would be incomplete; remove it, or use stage 3, which shards experts"
+        "AutoEP, tried with deepspeed 0.19.8, is not offered: it renames experts and divides them "
+        "over ranks, so exports and adapters would be incomplete; remove it, or use stage 3, which "
+        "shards experts"
     ),
     "ratio": "deepspeed.offload_ratio decides it",
     "zero_quantized_gradients": (
@@ -213,6 +225,36 @@ def test_what_is_not_offered_is_refused_with_the_alternative(name, reason):
     with pytest.raises(RLHFError) as error:
         read_config("sft", overrides=[f"--deepspeed.{name}", "2"], inputs=False)
     assert str(error.value) == f"deepspeed.{name}: {reason}"
+
+
+def what_to_try(version):
+    """What has to be tried again with this DeepSpeed before a run may use it; empty if nothing."""
+    if not older(TRIED, version):
+        return ""
+    return (
+        f"deepspeed {version} is newer than {TRIED}, with which DeepCompile and AutoEP were last "
+        "tried. Try both again as benchmarks/NOTES.md says (DeepCompile, AutoEP), and read whether "
+        "the quantised weights and gradients of ZeRO++ still change what ranks exchange. If they "
+        "stay refused, add the outcome there and to docs/backends.md (What is not offered), and "
+        "set TRIED in rlhf_plugin_deepspeed/config.py"
+    )
+
+
+def test_what_is_refused_was_tried_with_the_installed_deepspeed():
+    assert what_to_try(TRIED) == ""
+    assert what_to_try("0.19.10").startswith("deepspeed 0.19.10 is newer than ")
+    untried = what_to_try(installed_version())
+    assert not untried, untried
+
+
+def test_the_notes_of_what_is_refused_name_the_version_that_was_tried():
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    for name in ("DeepCompile", "AutoEP"):
+        (heading,) = [line for line in notes if line.startswith(f"## {name} (")]
+        assert heading.endswith(f", DeepSpeed {TRIED})")
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {name}")]
+        assert f"with {TRIED})" in row
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.setdefault(tag, []).append(dict(attributes))
-        if tag not in ("meta", "circle", "polyline", "line"):
+        if tag not in ("meta", "circle", "polyline", "line", "img"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -162,6 +162,51 @@ def test_answers_in_the_order_of_rewards_are_shown_with_their_prompts(tmp_path: 
             )
             assert shown in re.sub(r"\s+", " ", page.text)
     assert "at 50" not in page.text
+
+
+PICTURE = "data:image/jpeg;base64,/9j/AAAA"
+
+
+def test_images_of_samples_are_shown_once_for_a_row(tmp_path: Path) -> None:
+    sample = {"row": "eval row 0", "prompt": "a", "answers": ["b"], "images": [PICTURE, PICTURE]}
+    write_run(tmp_path / "rows", samples=[{**sample, "step": step} for step in (0, 50, 100)])
+    page = report(tmp_path / "rows")
+    shown = {"src": PICTURE, "alt": "image 1"}
+    assert page.tags["img"] == [shown, {**shown, "alt": "image 2"}]
+    assert "img-src data:;" in (tmp_path / "report.html").read_text()
+    # The rows with the highest reward may be others at each evaluation.
+    ranked = [
+        {**sample, "which": "highest reward 1", "step": step, "images": [f"{PICTURE}{end}"]}
+        for step, end in ((0, ""), (50, "CCCC"), (100, "BBBB"))
+    ]
+    page = report(write_run(tmp_path / "ranked", samples=ranked))
+    assert [image["src"] for image in page.tags["img"]] == [PICTURE, f"{PICTURE}BBBB"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://example.com/a.jpg", "data:image/svg+xml;base64,AAAA", f'{PICTURE}"onerror="x',
+        "", 3,
+    ],
+)  # fmt: skip
+def test_a_page_shows_no_image_but_a_small_picture(tmp_path: Path, url: object) -> None:
+    sample = {"step": 0, "row": "r", "prompt": "a", "answers": ["b"], "images": [url]}
+    page = report(write_run(tmp_path / "a", samples=[sample]))
+    assert "img" not in page.tags
+    assert "left out, since it is damaged: 1 line of samples.jsonl" in page.text
+
+
+def test_a_page_has_pictures_of_a_bounded_size(tmp_path: Path) -> None:
+    large = PICTURE + "A" * 2**20
+    rows = [
+        {"step": 0, "row": f"r {n}", "prompt": "a", "answers": ["b"], "images": [large, PICTURE]}
+        for n in range(5)
+    ]
+    page = report(write_run(tmp_path / "a", samples=rows))
+    sizes = [len(str(image["src"])) for image in page.tags["img"]]
+    assert sizes == [len(large), len(PICTURE)] * 3 + [len(PICTURE)] * 2
+    assert "2 more small pictures of images are left out: those above take 4 MB." in page.text
 
 
 def test_two_runs_share_charts_and_show_the_settings_that_differ(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,15 +165,20 @@ def test_more_pixels_than_the_bound_are_not_read(
     )
 
 
-def test_the_digest_of_a_file_changes_with_its_content_only(tmp_path: Path) -> None:
+def test_the_digest_of_a_file_is_that_of_its_content_and_then_its_time(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one")
     digest = file_digest("a", tmp_path)
     files: dict[str, str] = {}
     with pytest.raises(BadImage):
         open_image("image 1", "a", tmp_path, files)
     assert files == {"a": digest}
-    (tmp_path / "a").touch()
-    assert file_digest("a", tmp_path, digest) == digest
+    content = digest.partition(":")[0]
+    os.utime(tmp_path / "a", (9, 9))
+    assert file_digest("a", tmp_path, digest) == f"{content}:3:9000000000"
+    # With the same size and time the content is not read.
+    (tmp_path / "a").write_bytes(b"two")
+    os.utime(tmp_path / "a", (9, 9))
+    assert file_digest("a", tmp_path, f"{content}:3:9000000000") == f"{content}:3:9000000000"
     (tmp_path / "a").write_bytes(b"other")
     assert file_digest("a", tmp_path, digest).partition(":")[0] != digest.partition(":")[0]
     (tmp_path / "a").unlink()

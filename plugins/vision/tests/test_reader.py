@@ -1,6 +1,10 @@
 """Files of rows with images, from their first row to the examples that a run trains on."""
 
+import base64
+import errno
+import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +83,66 @@ def test_a_changed_image_is_prepared_again_and_an_untouched_one_is_not(
     picture(40, 30).save(tmp_path / "a.png")
     (back,) = examples(model, [ROW], tmp_path)
     np.testing.assert_array_equal(back.inputs["pixel_values"], first.inputs["pixel_values"])
+
+
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a list to which the paths of images are added whose content is read."""
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.extend([path] * (path.suffix == ".png"))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    return read
+
+
+def test_a_file_that_was_written_anew_is_read_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = tmp_path / "a.png", read_files(monkeypatch)
+    (first,) = examples(model, [ROW], tmp_path)
+    read.clear()
+    examples(model, [ROW], tmp_path)
+    assert read == []
+    os.utime(file, (9, 9))
+    for expected in ([file], []):
+        (again,) = examples(model, [ROW], tmp_path)
+        assert read == expected
+        np.testing.assert_array_equal(again.inputs["pixel_values"], first.inputs["pixel_values"])
+        read.clear()
+    (newest,) = (tmp_path / "cache").rglob("newest.json")
+    assert [path.name for path in newest.parent.glob("newest*")] == ["newest.json"]
+    # What a killed process or a full disk has left counts as nothing.
+    newest.write_text("{")
+    assert tokens_of(examples(model, [ROW], tmp_path)[0]) == tokens_of(first)
+    assert read == [file]
+    # Another picture is read and prepared once.
+    picture(20, 50, seed=3).save(file)
+    (other,) = examples(model, [ROW], tmp_path)
+    assert other.inputs["image_grid_thw"].tolist() != first.inputs["image_grid_thw"].tolist()
+    read.clear()
+    (again,) = examples(model, [ROW], tmp_path)
+    np.testing.assert_array_equal(again.inputs["pixel_values"], other.inputs["pixel_values"])
+    assert read == []
+
+
+def test_a_cache_that_cannot_be_written_is_read(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first,) = examples(model, [ROW], tmp_path)
+    os.utime(tmp_path / "a.png", (9, 9))
+    write_text = Path.write_text
+
+    def refused(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.name.startswith("newest"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return write_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    (again,) = examples(model, [ROW], tmp_path)
+    assert tokens_of(again) == tokens_of(first)
 
 
 def test_a_changed_processor_prepares_images_again(tmp_path: Path, model: Path) -> None:
@@ -297,6 +361,32 @@ def test_each_image_has_a_line_with_its_size_and_its_tokens(tmp_path: Path, mode
     train = examples(model, [ROW, TEXT], tmp_path)
     assert train.images(0) == ["image 1 (a.png): 40 x 30 pixels, 20 tokens"]
     assert train.images(1) == []
+
+
+def decoded(url: str) -> Image.Image:
+    head, _, content = url.partition(",")
+    assert head == "data:image/jpeg;base64"
+    return Image.open(io.BytesIO(base64.b64decode(content)))
+
+
+def test_rows_keep_small_pictures_of_their_first_images(tmp_path: Path, model: Path) -> None:
+    Image.new("RGB", (400, 100), "red").save(tmp_path / "wide.png")
+    Image.new("RGB", (4, 700), "blue").save(tmp_path / "thin.png")
+    names = ["wide.png", "a.png", "thin.png"] * 3
+    row = {**ROW, "prompt": "<image>" * 9, "images": names}
+    train = examples(model, [TEXT, row], tmp_path)
+    assert train.thumbnails(0) == []
+    small = [decoded(url) for url in train.thumbnails(1)]
+    assert [image.size for image in small] == [(128, 32), (40, 30), (1, 128)] * 2 + [
+        (128, 32), (40, 30)
+    ]  # fmt: skip
+    assert np.abs(np.asarray(small[0], int) - [254, 0, 0]).max() <= 2
+    assert max(map(len, train.thumbnails(1))) < 4000
+    (tmp_path / "wide.png").unlink()
+    Image.new("RGB", (400, 100), "green").save(tmp_path / "wide.png")
+    again = examples(model, [TEXT, row], tmp_path)
+    assert np.abs(np.asarray(decoded(again.thumbnails(1)[0]), int) - [0, 128, 0]).max() <= 2
+    assert again.thumbnails(1)[1] == train.thumbnails(1)[1]
 
 
 def test_the_template_of_an_older_processor_is_used(tmp_path: Path, model: Path) -> None:

@@ -188,8 +188,7 @@ class Examples(Sequence[Example]):
 
     def name(self, number: int) -> str:
         """Return where an example came from: path and line, or row."""
-        part, place = self._part[number], int(self._place[number])
-        return self._parts[part].source + self.files[part].place(place)
+        return self._parts[self._part[number]].source + self._text("place", number)
 
     @property
     def with_inputs(self) -> NDArray[np.bool_]:
@@ -203,7 +202,11 @@ class Examples(Sequence[Example]):
 
     def images(self, number: int) -> list[str]:
         """Return a line about each image of the row of an example."""
-        return self.files[self._part[number]].images(int(self._place[number]))
+        return self._text("images", number).splitlines()
+
+    def thumbnails(self, number: int) -> list[str]:
+        """Return small pictures of the images of the row of an example, as data URLs."""
+        return self._text("thumbnails", number).split()
 
     def names(self, numbers: Iterable[int]) -> str:
         """Return where several examples came from, the first few by name."""
@@ -229,6 +232,10 @@ class Examples(Sequence[Example]):
     def value(self, name: str) -> NDArray[np.float32]:
         """Return a value per example [n]."""
         return self._joined(lambda file: file.value(name))
+
+    def _text(self, name: str, number: int) -> str:
+        """Return a text of the row of an example, by its name in `trees.TEXTS`."""
+        return self.files[self._part[number]].text(name, int(self._place[number]))
 
     def _column(self, name: str) -> NDArray[np.int64]:
         return self._joined(lambda file: file.column(name))

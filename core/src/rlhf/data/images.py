@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from os import getpid
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Protocol
 
 from attrs import define, evolve
@@ -60,6 +63,9 @@ class TreeImages(Protocol):
     lines: Sequence[str]
     """A line about each image, for `rlhf inspect`."""
 
+    thumbnails: Sequence[str]
+    """Small pictures of the first images as data URLs, for `rlhf report`."""
+
     def inputs(self, example: Example) -> dict[str, NDArray[Any]]:
         """Return the keyword arguments of the model for the example that the trainer made of the
         row, as `Example.inputs`."""
@@ -112,15 +118,22 @@ class Images:
         """Return the images of a row, None if it has none."""
         return self.reader.open(row, self.folder) if has_images(row) else None
 
-    def changes(self, digest: str, files: Mapping[str, str]) -> dict[str, Any]:
-        """Return the present digests of the reader and of files if they are not these; else
-        nothing."""
-        folder, digest_of = self.folder or Path(), self.reader.file_digest
-        now = {path: digest_of(path, folder, known) for path, known in files.items()}
-        if now == files and self.reader.digest == digest:
-            return {}
-        contents = {path: each.partition(":")[0] for path, each in now.items()}
-        return {"reader": self.reader.digest, "files": contents}
+    def changes(self, digest: str, files: Mapping[str, str], newest: Path) -> dict[str, Any]:
+        """Return the present digests of the reader and of the content of files if they are not
+        these; else nothing. The file `newest` keeps those of files, which are then not read."""
+        folder, digest_of, known = self.folder or Path(), self.reader.file_digest, {**files}
+        with suppress(OSError, ValueError):
+            known |= json.loads(newest.read_text(encoding="utf-8"))
+        now = {path: digest_of(path, folder, known[path]) for path in files}
+        if now != known:
+            # Other processes may write the same file, and the cache may be read-only.
+            part = newest.with_name(f"{newest.name}-{gethostname()}-{getpid()}")
+            with suppress(OSError):
+                part.write_text(json.dumps(now), encoding="utf-8")
+                part.replace(newest)
+        was, contents = ({p: d.partition(":")[0] for p, d in it.items()} for it in (files, now))
+        same = contents == was and self.reader.digest == digest
+        return {} if same else {"reader": self.reader.digest, "files": contents}
 
 
 def has_images(row: Columns) -> bool:

@@ -18,13 +18,7 @@ from rlhf.data.example import Answer, Example, ExampleMaker, longest_path
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
 from rlhf.data.images import BadImage, TreeImages
-from rlhf.data.packing import (
-    PER_EXAMPLE,
-    PER_TOKEN,
-    kind_of,
-    num_labels,
-    num_predictions,
-)
+from rlhf.data.packing import PER_EXAMPLE, PER_TOKEN, kind_of, num_labels, num_predictions
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError, counted
 
@@ -65,6 +59,7 @@ class RowsToTrees:
         tree = self._tree_with(item, images)
         if images:
             tree |= {"files": json.dumps(images.files), "images": "\n".join(images.lines)}
+            tree["thumbnails"] = " ".join(images.thumbnails)
         return tree
 
     def _tree_with(self, item: Row | Columns, images: TreeImages | None) -> dict[str, Any]:

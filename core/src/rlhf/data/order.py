@@ -14,14 +14,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example, longest_path, num_tokens
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
-from rlhf.data.packing import (
-    PER_TOKEN,
-    divided,
-    num_labels,
-    num_predictions,
-    pack,
-    value_kinds,
-)
+from rlhf.data.packing import PER_TOKEN, divided, num_labels, num_predictions, pack, value_kinds
 from rlhf.errors import RLHFError
 
 Made = TypeVar("Made")

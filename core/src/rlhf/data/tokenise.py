@@ -43,6 +43,8 @@ MAY_HAVE_IMAGES = r'"images?"\s*:|"(image|image_url|input_image)"'
 """What the JSON of a row with images has."""
 IMAGES = "images.json"
 """The file of the cache with the digests of the reader and of the files of images."""
+NEWEST = "newest.json"
+"""The file with digests of those files of images that were written anew since."""
 ROWS_PER_PROCESS = 2000
 """Fewer rows do not pay for another process."""
 IMAGE_ROWS_PER_PROCESS = 100
@@ -113,7 +115,8 @@ def _prepare_entry(
     folder = once(cache_root() / "examples" / key_with(), build)
     if (folder / IMAGES).exists():
         content = json.loads((folder / IMAGES).read_text(encoding="utf-8"))
-        if changes := images.changes(content["digest"], content["files"]):
+        newest = folder / NEWEST
+        if changes := images.changes(content["digest"], content["files"], newest):
             folder = once(cache_root() / "examples" / key_with(images=changes), build)
     report = Report(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
     lost = {
@@ -249,7 +252,7 @@ def _check_placeholders(examples: Examples, parts: Sequence[Part], tokenizer: An
         wrong = np.flatnonzero(file.with_token(feature) & (file.input_bytes == 0)).tolist()
         if wrong:
             raise RLHFError(
-                f"{part.source}{file.place(wrong[0])}: the row has "
+                f"{part.source}{file.text('place', wrong[0])}: the row has "
                 f"{tokenizer.convert_ids_to_tokens(feature)}, which stands for an image, but no "
                 "image; remove it from the text, or remove the row"
             )

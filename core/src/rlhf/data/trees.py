@@ -20,16 +20,8 @@ from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, as_array, kind
 
 KEPT, CUT, TOO_LONG, EMPTY, BAD_IMAGES = range(5)
 NUMBERS = (
-    "row",
-    "status",
-    "length",
-    "path",
-    "answers",
-    "predictions",
-    "labels",
-    "labels_cut",
-    "bytes",
-)
+    "row", "status", "length", "path", "answers", "predictions", "labels", "labels_cut", "bytes",
+)  # fmt: skip
 LISTS = {
     "prompt": pa.int32(),
     "tokens": pa.int32(),
@@ -37,12 +29,14 @@ LISTS = {
     "trained": pa.uint8(),
     "values": pa.float32(),
 }
+TEXTS = ("place", "files", "images", "thumbnails")
+"""The end of a row's name, and of its images the digests of files, lines and small pictures."""
 TOKENS = ("prompt", "tokens", "ends", "trained")
 """The lists that decide what a model sees and predicts."""
 SCHEMA = pa.schema(
     [(name, pa.int64()) for name in NUMBERS]
     + [(name, pa.large_list(kind)) for name, kind in LISTS.items()]
-    + [(name, pa.string()) for name in ("place", "kinds", "columns", "files", "images", "arrays")]
+    + [(name, pa.string()) for name in ("kinds", "columns", "arrays", *TEXTS)]
     + [("inputs", pa.large_binary())]
 )
 """Offsets have 64 bits: the lists of a chunk are joined, which long rows make longer than 2**31."""
@@ -54,14 +48,16 @@ NO_IDS = np.empty(0, np.int32)
 
 
 def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
-    """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it. The
-    end of its row's name, `place`, is left empty."""
+    """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it.
+    `TEXTS` are left empty."""
     answers, values = example.answers, example.values
     arrays = {name: as_array(value) for name, value in example.inputs.items()}
     coded = {name: to_bytes(array) for name, array in arrays.items()}
+    shapes = [[n, str(a.dtype), a.shape, coded[n][0]] for n, a in arrays.items()]
     sizes = [len(answer.tokens) for answer in answers]
     names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
     return dict.fromkeys(NUMBERS, 0) | {
+        **dict.fromkeys(TEXTS, ""),
         **counts,
         "length": num_tokens(example),
         "path": longest_path(example),
@@ -72,14 +68,9 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "ends": [*accumulate(sizes)],
         "trained": np.array(_masks(answers), np.uint8),
         "values": [x for name in names for x in _flat(values[name])],
-        "place": "",
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
         "columns": json.dumps(dict(example.columns)) if example.columns else "",
-        "files": "",
-        "images": "",
-        "arrays": json.dumps([[n, str(a.dtype), a.shape, coded[n][0]] for n, a in arrays.items()])
-        if arrays
-        else "",
+        "arrays": json.dumps(shapes) if shapes else "",
         "inputs": b"".join(data for _, data in coded.values()),
     }
 
@@ -171,13 +162,9 @@ class TreeFile:
         """Return a column of numbers [n]."""
         return numbers(self._table[name].combine_chunks())
 
-    def place(self, number: int) -> str:
-        """Return the end of the name of an example's row, such as ` line 3`."""
-        return str(self._table["place"][number].as_py())
-
-    def images(self, number: int) -> list[str]:
-        """Return a line about each image of an example's row."""
-        return str(self._table["images"][number].as_py()).splitlines()
+    def text(self, name: str, number: int) -> str:
+        """Return one of `TEXTS` of an example's row."""
+        return str(self._table[name][number].as_py())
 
     def digest(self) -> str:
         """Return a digest of all token ids, of which are trained on, and of inputs; values do not

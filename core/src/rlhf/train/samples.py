@@ -66,6 +66,7 @@ def take_samples(session: Session, *, step: int) -> list[Shown]:
         {
             "row": held_out.name(row),
             "prompt": "\n".join([*held_out.images(row), _text(trainer, example.prompt)]),
+            **({"images": pictures} if (pictures := held_out.thumbnails(row)) else {}),
         }
         for row, example in zip(rows, examples, strict=True)
     ]

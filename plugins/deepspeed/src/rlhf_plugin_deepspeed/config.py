@@ -63,6 +63,8 @@ OTHER_NAMES = {
     "zero2-fp16": "zero2_fp16",
 }
 """Names that ROLL and trlX use."""
+TRIED = "0.19.8"
+"""The newest DeepSpeed with which DeepCompile and AutoEP were tried: benchmarks/NOTES.md."""
 REFUSED = {
     name: f"{ours} decides it"
     for ours, names in {
@@ -87,11 +89,12 @@ REFUSED = {
     }.items()
     for name in names.split()
 } | {
-    "compile": "DeepCompile is not offered: its graphs bypass the patches that make the curve "
-    "exact; set model.kernels to compile, at stages 0 to 2",
+    "compile": f"DeepCompile, tried with deepspeed {TRIED}, is not offered: its graphs bypass the "
+    "patches that make the curve exact; set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
-    "expert_parallel": "AutoEP is not offered: it renames experts and divides them over ranks, so "
-    "exports and adapters would be incomplete; remove it, or use stage 3, which shards experts",
+    "expert_parallel": f"AutoEP, tried with deepspeed {TRIED}, is not offered: it renames experts "
+    "and divides them over ranks, so exports and adapters would be incomplete; remove it, or use "
+    "stage 3, which shards experts",
 } | {
     f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
     "which changes the curve; deepspeed.hpz_partition_size does not"

@@ -93,10 +93,18 @@ class RolloutFiles:
     def _shown(self, which: str, reward: float, row: Mapping[str, Any], answer: int) -> Shown:
         prompt = self._run.tokenizer.decode(row["prompt"], skip_special_tokens=True)
         answers, scores = [row["text"][answer]], [reward]
-        return {
+        shown = {
             "which": which, "row": row["row"], "prompt": prompt, "answers": answers,
             "scores": scores,
         }  # fmt: skip
+        pictures = self._thumbnails(row["row"]) if row["images"] else []
+        return shown | {"images": pictures} if pictures else shown
+
+    def _thumbnails(self, row: str) -> list[str]:
+        """Return small pictures of the images of a held-out row."""
+        held_out = self._run.examples[1]
+        number = next(number for number in range(len(held_out)) if held_out.name(number) == row)
+        return held_out.thumbnails(number)
 
     def _write(self, rollout: Rollout) -> None:
         rows, name = rows_of(rollout), str(rollout.step + 1)

@@ -6,12 +6,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from attrs import define
+
 from rlhf.cli import filled, leaves
 from rlhf.hookspecs import CORE_METRICS
 from rlhf_tools import chart
 from rlhf_tools.recorded import Recorded
 
 GIB = 2**30
+MOST_PICTURES = 2**22
+"""Bytes of all small pictures of images on a page."""
 RATES = ("grad_norm", "learning_rate", "tokens_per_s")
 """Core's metrics that are shown after the loss and those of the trainer."""
 HIDDEN = CORE_METRICS - {"step", "loss", "router_loss", *RATES}
@@ -30,8 +34,27 @@ def page(runs: Sequence[Recorded]) -> str:
         clock=clock, hidden=HIDDEN, size=chart, evaluation=evaluation(runs),
         differences=differences([run.config for run in runs]),
         versions=_table([run.versions for run in runs]),
-        written=time.strftime("%Y-%m-%d %H:%M"),
+        written=time.strftime("%Y-%m-%d %H:%M"), pictures=Pictures(),
     )  # fmt: skip
+
+
+@define
+class Pictures:
+    """The small pictures of images on a page, as many as fit `MOST_PICTURES`."""
+
+    left_out: int = 0
+    """How many did not fit."""
+    _size: int = 0
+
+    def of(self, sample: Mapping[str, Any]) -> list[str]:
+        """Return the pictures of a sample that are shown, as data URLs."""
+        shown = []
+        for picture in sample.get("images", ()):
+            fits = self._size + len(picture) <= MOST_PICTURES
+            self._size += len(picture) * fits
+            self.left_out += not fits
+            shown += [picture] * fits
+        return shown
 
 
 def clock(seconds: float) -> str:

@@ -2,6 +2,7 @@
 torch."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from rlhf.errors import RLHFError, counted
 from rlhf.plugin import documented
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 
 
 def is_number(value: Any) -> bool:
@@ -25,6 +27,11 @@ def is_number(value: Any) -> bool:
 def is_count(value: Any) -> bool:
     """Return whether a value is a number of things."""
     return type(value) is int and 0 <= value < 2**53
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is a picture that a page can show: a data URL in JPEG."""
+    return isinstance(value, str) and PICTURE.fullmatch(value) is not None
 
 
 def fits(value: Any, shape: Any) -> bool:
@@ -77,6 +84,7 @@ SUMMARY = {
 SAMPLE = {
     "row": str, "prompt": str, "answers": [str], "scores?": [(int, float, [(int, float)])],
     "which?": str,
+    "images?": [is_picture],
 }  # fmt: skip
 """A line of samples.jsonl. Scores may be nan."""
 

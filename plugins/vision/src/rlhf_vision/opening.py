@@ -78,8 +78,8 @@ def _cut(text: str, most: int = 1000) -> str:
 
 
 def file_digest(path: str, folder: Path, known: str = "") -> str:
-    """Return a digest of a file's content, then its size and time after a colon, which is `known`
-    if neither has changed, or if the content has not; empty text for a missing file."""
+    """Return a digest of a file's content, then its size and time after a colon; empty text for a
+    missing file. If size and time are those that are `known`, the content is not read."""
     try:
         stat = (folder / path).stat()
         stamp = f"{stat.st_size}:{stat.st_mtime_ns}"
@@ -88,7 +88,7 @@ def file_digest(path: str, folder: Path, known: str = "") -> str:
         content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
     except (OSError, ValueError):
         return ""
-    return known if known.partition(":")[0] == content else f"{content}:{stamp}"
+    return f"{content}:{stamp}"
 
 
 def _bytes_of(name: str, text: str, folder: Path | None, files: dict[str, str]) -> bytes:

@@ -2,6 +2,7 @@
 placeholders as the model computes features, and its tree gets the inputs of the model."""
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlhf.trainer import Answer, Example
 from rlhf_vision.opening import DROP, file_digest, name_of, open_image
 from rlhf_vision.processor import Arrays, Prepared, Processor
 from rlhf_vision.rows import Shaper
+from rlhf_vision.thumbnails import NUM_THUMBNAILS, thumbnail
 
 SEGMENT_ROWS = "segment_rows"
 """The input that says how many rows of each other one, by name, belong to the prompt and to each
@@ -97,6 +99,12 @@ class RowImages:
             return attrs.evolve(row, answers=answers, images=TreeImages(self, numbers))
 
         return expanded, made
+
+    @functools.cached_property
+    def thumbnails(self) -> list[str]:
+        """Small pictures of the first images, as data URLs."""
+        first = itertools.islice(self.pictures.values(), NUM_THUMBNAILS)
+        return [thumbnail(picture) for picture in first]
 
     def prepared(self, numbers: Sequence[int]) -> Prepared:
         """Return images of the row as one prompt's, prepared once."""
@@ -207,6 +215,11 @@ class TreeImages:
             tokens = counted(sizes.get(number, 0), "token")
             out.append(f"{name}: {image.width} x {image.height} pixels, {tokens}")
         return out
+
+    @property
+    def thumbnails(self) -> list[str]:
+        """Small pictures of the first images of the row, as data URLs."""
+        return self.of.thumbnails
 
     def inputs(self, example: Example) -> Arrays:
         """Return the inputs of an example: images in the order of the tree's tokens, and what

@@ -63,7 +63,7 @@ def launch(
     """Start a server for the trained model, and wait until it answers."""
     assert settings.python is not None
     check_environment(settings.python, settings.environment)
-    adapter, model, own = _adapter(engine), settings.model, None
+    adapter, model = _adapter(engine), settings.model
     if model is None and adapter is not None:
         model = config.model.path
         if not Path(model).is_dir():
@@ -73,13 +73,12 @@ def launch(
             )
     if model is None:
         own = Path(tempfile.mkdtemp(prefix="rlhf-vllm-model-"))
+        weakref.finalize(engine.module, rmtree, own, ignore_errors=True)
         model = str(write_description(engine, tokenizer, own))
     output = config.output and Path(config.output)
     folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
     arguments = [model, *server_arguments(config, adapter, max_tokens=max_tokens)]
     server = start(settings, arguments, folder / "vllm.log")
-    if own is not None:
-        weakref.finalize(server, rmtree, own, ignore_errors=True)
     wait_for(server, seconds=settings.start_seconds)
     return server
 

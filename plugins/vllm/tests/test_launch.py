@@ -107,17 +107,15 @@ def test_a_server_whose_port_is_in_use_leaves_no_folder(
     folder = tiny.make_model(tmp_path / "model")
     module = torch.nn.Module()
     module.causal = module.model = AutoModelForCausalLM.from_pretrained(folder)
-    engines: list[Any] = [SimpleNamespace(module=module)]
+    engine: Any = SimpleNamespace(module=module)
     config: Any = SimpleNamespace(
         model=SimpleNamespace(dtype="fp32", trust_remote_code=False), output=None
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         section = settings(tmp_path, port=taken.getsockname()[1])
-        text = problem(lambda: launch(config, section, engines[0], tokenizer, max_tokens=60))
+        text = problem(lambda: launch(config, section, engine, tokenizer, max_tokens=60))
     assert "is in use" in text
-    engines.clear()
-    del module
     gc.collect()
     assert not [*tmp_path.glob("rlhf-vllm-model-*")]
 

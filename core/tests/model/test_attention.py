@@ -181,3 +181,26 @@ def test_patches_see_those_of_their_image(scaling: float | None) -> None:
     torch.testing.assert_close(whole, expected[:, :6])
     meta, _ = attention.image_attention(module, *states.to("meta"), None, **options)
     assert meta.shape == expected.shape
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_heads_of_images_may_share_keys(device: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query, *shared = torch.randn(3, 1, 4, 10, 8, generator=draw).to(device)
+    key, value = (states[:, :2] for states in shared)
+    options = {"cu_seq_lens_q": torch.tensor([0, 4, 10]), "max_length_q": 6}
+    module = torch.nn.Module()
+    found, _ = attention.image_attention(module, query, key, value, None, **options)
+    repeated = [states.repeat_interleave(2, 1) for states in (key, value)]
+    expected, _ = attention.image_attention(module, query, *repeated, None, **options)
+    assert found.shape == expected.shape == (1, 10, 4, 8)
+    assert device == "meta" or torch.equal(found, expected)
+
+
+def test_attention_of_images_has_the_dropout_of_its_tower() -> None:
+    states = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    bounds = torch.tensor([0, 2, 6])
+    found, _ = attention.image_attention(
+        torch.nn.Module(), *states, None, cu_seq_lens_q=bounds, max_length_q=4, dropout=1.0
+    )
+    assert not found.any()

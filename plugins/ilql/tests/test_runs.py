@@ -112,6 +112,14 @@ def test_the_generation_config_of_the_model_does_not_change_the_distribution(
     assert guided.model.generation_config.repetition_penalty == 5.0
 
 
+def test_prompts_need_no_padding_token(exported: Path) -> None:
+    guided, prompts = Guided(exported), ["1 + 2 =", "10 + 20 + 30 ="]
+    options = {"beta": 3.0, "max_new_tokens": 5, "do_sample": False}
+    expected = guided.answers(prompts, **options)
+    guided.tokenizer.pad_token = guided.model.generation_config.pad_token_id = None
+    assert guided.answers(prompts, **options) == expected
+
+
 def test_a_prompt_without_tokens_is_refused(exported: Path) -> None:
     with pytest.raises(RLHFError) as error:
         Guided(exported).answers(["1 + 2 =", ""])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import LiveBytes
@@ -161,3 +162,26 @@ def test_a_layer_that_does_more_than_the_product_is_not_fused() -> None:
     assert not activation_of(LlamaMLP(other))
     with torch.device("meta"):
         assert activation_of(LlamaMLP(config)) == "silu"
+
+
+def test_a_layer_with_dropout_is_not_fused_whatever_its_mode() -> None:
+    class Dropping(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.dropout = torch.nn.Dropout(0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product = self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(product)
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    residual = SeedOssMLP(transformers.SeedOssConfig(**sizes, residual_dropout=0.1))
+    dropping = Dropping(transformers.LlamaConfig(**sizes))
+    before = torch.get_rng_state()
+    for mode in (True, False):
+        for layer in (residual, dropping):
+            assert not activation_of(layer.train(mode))
+            assert {part.training for part in layer.modules()} == {mode}
+    assert torch.equal(torch.get_rng_state(), before)
+    residual.residual_dropout, dropping.dropout.p = 0.0, 0.0
+    assert activation_of(residual) == activation_of(dropping) == "silu"

@@ -120,6 +120,11 @@ def animation() -> bytes:
             lambda: "data:image/png;base64,!",
             f"image 1 (data:image/png;base64,!) is not valid base64; {REPLACE}",
         ),
+        (lambda: "data:,\u00e9", f"image 1 (data:,\u00e9) is not valid base64; {REPLACE}"),
+        (
+            lambda: Image.open(io.BytesIO(encoded(picture(40, 40))[:900])),
+            f"image 1 is damaged (image file is truncated); {REPLACE}",
+        ),
     ],
 )
 def test_what_is_not_one_picture_is_an_error(value: Callable[[], Any], text: str) -> None:

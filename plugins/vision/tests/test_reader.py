@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from image_rows import examples, of_file, prepared, tokens_of
 from PIL import Image
-from vision_models import picture, qwen2_5_vl
+from vision_models import glm4v, picture, qwen2_5_vl, qwen3_vl
 
 from rlhf.errors import RLHFError
 
@@ -316,10 +316,35 @@ def test_answers_with_other_images_after_the_same_text_are_an_error(
 
 def test_text_for_pretraining_has_features_in_place(tmp_path: Path, model: Path) -> None:
     (example,) = examples(model, [{"text": "<image> A cat.", "image": "a.png"}], tmp_path)
-    assert tokens_of(example)[:20] == [IMAGE] * 20
+    assert tokens_of(example)[1:21] == [IMAGE] * 20
     trained = [*map(bool, np.asarray(example.answers[0].trained))]
-    assert trained == [False] * 20 + [True] * (len(trained) - 20)
-    assert any(trained)
+    assert trained == [True] + [False] * 20 + [True] * (len(trained) - 21)
+    assert sum(trained) > 2
+
+
+@pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl, glm4v])
+def test_the_tokens_of_a_model_around_an_image_are_not_written_twice(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    model = make(tmp_path / "other")
+    image = {"glm4v": "<|begin_of_image|><|image|><|end_of_image|>"}.get(
+        make.__name__, "<|vision_start|><|image_pad|><|vision_end|>"
+    )
+    rows = [{**ROW, "prompt": f"{each}Who?"} for each in ("<image>", image)]
+    one, other = examples(model, rows, tmp_path)
+    assert tokens_of(one) == tokens_of(other)
+
+
+def test_images_that_a_model_would_take_for_one_are_an_error(tmp_path: Path, model: Path) -> None:
+    row = {"text": "<|image_pad|><|image_pad|> Cats.", "images": ["a.png", "a.png"]}
+    message = refusal(lambda: examples(model, [row], tmp_path))
+    assert message.startswith(
+        f"{tmp_path}/rows.jsonl line 1: the positions of the row's tokens cannot be computed ("
+    )
+    assert message.endswith("); write text between its images")
+    row = {"text": "<image><image> Cats.", "images": ["a.png", "a.png"]}
+    (example,) = examples(model, [row], tmp_path)
+    assert tokens_of(example).count(IMAGE) == 40
 
 
 def test_a_model_of_text_and_a_part_without_a_tower_are_errors(tmp_path: Path, model: Path) -> None:

@@ -139,8 +139,19 @@ def test_placeholders_of_the_model_and_in_parts_of_text_count() -> None:
     for content in (wrapped, "<|image_pad|>Who?", [text("<image>Who?")]):
         row, _ = shaped({"messages": [{"role": "user", "content": content}, SAID], "image": "a"})
         assert row["messages"][0] == user(ONE, text("Who?"))
-    row, _ = shaped({"text": "<image> A cat.", "image": "a.png"})
-    assert row == {"text": "<|image_pad|> A cat."}
+
+
+def test_plain_text_keeps_what_the_model_has_around_an_image() -> None:
+    whole = "<|vision_start|><|image_pad|><|vision_end|>"
+    for written, becomes in (
+        ("<image> A cat.", f"{whole} A cat."),
+        (f"{whole} A cat.", f"{whole} A cat."),
+        ("<|image_pad|> A cat.", "<|image_pad|> A cat."),
+    ):
+        row, values = shaped({"text": written, "image": "a.png"})
+        assert (row, values) == ({"text": becomes}, ["a.png"])
+    closed = {"text": "<image>a</image>"}
+    assert shaped(closed) == (closed, [])
 
 
 def test_markup_and_answers_keep_what_looks_like_a_placeholder() -> None:
@@ -190,3 +201,10 @@ def test_two_columns_of_images_are_an_error() -> None:
     with pytest.raises(RLHFError) as error:
         shaped({"text": "<image>", "image": "a", "images": ["b"]})
     assert str(error.value) == ("the row has both `image` and `images`; remove one of the columns")
+
+
+@pytest.mark.parametrize("name", ["instruction", "input"])
+def test_an_instruction_that_is_not_text_is_an_error(name: str) -> None:
+    with pytest.raises(RLHFError) as error:
+        shaped({"instruction": "Who?", "output": "A cat.", "image": "a", name: 7})
+    assert str(error.value) == f"`{name}` must be text, not int"

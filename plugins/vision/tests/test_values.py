@@ -22,6 +22,8 @@ def test_what_is_computed_of_known_values_can_be_read() -> None:
         assert ends.tolist() == [0, 8, 24]
         assert bool((sizes > 0).all())
         assert torch.tensor([3, 4], device="meta").tolist() == [3, 4]
+        with torch.device("meta"):
+            assert torch.tensor([3, 4]).tolist() == [3, 4]
         assert torch.arange(3, device=sizes.device).repeat(2).tolist() == [0, 1, 2, 0, 1, 2]
         assert sizes.to("cpu").device.type == "cpu"
         assert (move(torch.tensor([0.0, 2.0])) == 0).tolist() == [True, False]

@@ -178,7 +178,7 @@ def glm4v(folder: Path) -> Path:
     vision = {"patch_size": 4, "spatial_merge_size": 2}
     return _write(
         folder, "glm4v", "Glm4vForConditionalGeneration", special, GLM, processor, {},
-        config={"vision_config": vision},
+        config={"vision_config": vision, "image_start_token_id": 262, "image_end_token_id": 264},
     )  # fmt: skip
 
 
@@ -214,9 +214,11 @@ def _qwen(folder: Path, kind: str, architecture: str, vision: dict[str, Any]) ->
     special = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
     special += ["<|image_pad|>", "<|video_pad|>"]
     processor = {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES}
+    around = {"vision_start_token_id": 260, "vision_end_token_id": 261}
     return _write(
-        folder, kind, architecture, special, QWEN, processor, {}, config={"vision_config": vision}
-    )
+        folder, kind, architecture, special, QWEN, processor, {},
+        config={"vision_config": vision, **around},
+    )  # fmt: skip
 
 
 def _write(

@@ -6,20 +6,25 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
+import torch
 from fake_vllm import wait_until
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.errors import RLHFError
 from rlhf_devkit import tiny
 from rlhf_rollout_vllm.config import VLLMConfig
+from rlhf_rollout_vllm.connection import launch
 from rlhf_rollout_vllm.engine import VLLM
 from rlhf_rollout_vllm.launch import INSIDE, Server, check_environment, end, start, wait_for
 
@@ -93,6 +98,26 @@ def test_a_started_server_answers_and_ends_with_the_engine(
     assert text == (
         f"the vLLM server has ended with SIGKILL; its log {tmp_path / 'vllm.log'} says: loading"
     )
+
+
+def test_a_server_whose_port_is_in_use_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tiny.make_model(tmp_path / "model")
+    module = torch.nn.Module()
+    module.causal = module.model = AutoModelForCausalLM.from_pretrained(folder)
+    engine: Any = SimpleNamespace(module=module)
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(dtype="fp32", trust_remote_code=False), output=None
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        section = settings(tmp_path, port=taken.getsockname()[1])
+        text = problem(lambda: launch(config, section, engine, tokenizer, max_tokens=60))
+    assert "is in use" in text
+    gc.collect()
+    assert not [*tmp_path.glob("rlhf-vllm-model-*")]
 
 
 def test_a_server_that_does_not_start_is_told_with_its_own_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import attrs
 import pytest
+import torch
 from attrs import field, frozen
 from fake_vllm import GENERATE, FakeVLLM, Fault, Handler, serving, wait_until
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,7 +35,7 @@ from rlhf_rollout_vllm import client, engine, transfer
 from rlhf_rollout_vllm.client import Client
 from rlhf_rollout_vllm.config import VLLMConfig, check
 from rlhf_rollout_vllm.engine import VLLM
-from rlhf_rollout_vllm.transfer import Transfer, own_prefix
+from rlhf_rollout_vllm.transfer import Transfer, WholeWeights, own_prefix
 from rlhf_rollouts.embedded import Embedded
 
 
@@ -378,6 +379,17 @@ def test_a_url_without_a_port_is_refused(url: str) -> None:
         VLLMConfig(url=url)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("port", 8000), ("start_seconds", 60.0), ("arguments", ("--x",))]
+)
+def test_settings_of_a_started_server_are_refused_beside_a_url(name: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        VLLMConfig(url="http://127.0.0.1:8000", **{name: value})
+    assert str(error.value) == (
+        f"{name}: only for a server that the run starts; set python instead of url, or remove it"
+    )
+
+
 @pytest.mark.parametrize("argument", ["--host", "--port=8000"])
 def test_arguments_do_not_move_a_started_server(argument: str) -> None:
     with pytest.raises(ValueError) as error:
@@ -701,6 +713,19 @@ def test_a_signal_while_the_server_writes_stops_the_run_with_its_answers(
         assert plain(run(inputs, output, fake.url, *LAG, "--resume")) == lagging
         # Those of the second step are not drawn again.
         assert sum("seed" in each["sampling_params"] for each in fake.requests) == 3 * 16
+
+
+def test_weights_that_a_server_does_not_load_keep_no_process_alive(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    with serving(inputs.model) as fake:
+        fake.faults["/update_weights"] = "hang"
+        transfer = WholeWeights(plain_client(fake), "policy", 64, str(tmp_path))
+        transfer.begin()
+        before = {*threading.enumerate()}
+        transfer.put({"weight": torch.zeros(2)})
+        assert wait_until(lambda: "/update_weights" in fake.calls)
+        assert all(thread.daemon for thread in {*threading.enumerate()} - before)
 
 
 def test_a_drawing_that_hangs_does_not_keep_a_process_alive(tmp_path: Path) -> None:

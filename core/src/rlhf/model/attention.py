@@ -6,6 +6,7 @@ generation and with padded rows, the model runs transformers' own SDPA. Vision t
 """
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,30 +98,29 @@ def image_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: Any = None,
     scaling: float | None = None,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within each image as transformers' attention function: query, key and value
     [1, heads, patches, C] -> [1, patches, heads, C]. Image n has the patches from the n-th of
-    `cu_seq_lens_q` to the next. On CUDA it is one kernel for all images, where transformers has a
-    call for each of them."""
+    `cu_seq_lens_q` to the next. On CUDA one kernel computes all images, not a call for each."""
+    if key.shape[1] != query.shape[1]:
+        key, value = repeat_heads(key, query), repeat_heads(value, query)
     if query.is_meta:
-        output = MetaAttention.apply(query, key, value)
-        return output.transpose(1, 2).contiguous(), None
+        return MetaAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
     width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    usual = width % 8 == 0 and (scaling is None or math.isclose(scaling, width**-0.5))
+    usual = not dropout and width % 8 == 0 and math.isclose(scaling or width**-0.5, width**-0.5)
     if cu_seq_lens_q is not None and usual and half and query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         bounds = cu_seq_lens_q.int()
         most = int(bounds.diff().max() if max_length_q is None else max_length_q)
-        output = cast(Tensor, varlen_attn(q, k, v, bounds, bounds, most, most))
-        return output[None], None
-    whole = [query.shape[2]]
-    lengths = whole if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
-    images = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in images]
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+        return cast(Tensor, varlen_attn(q, k, v, bounds, bounds, most, most))[None], None
+    lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    images = zip(*(states.split(lengths, 2) for states in (query, key, value)), strict=True)
+    attend = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    return torch.cat([attend(*each) for each in images], 2).transpose(1, 2).contiguous(), None
 
 
 def row_attention(

@@ -1,17 +1,22 @@
 """Answers of an exported model that its heads guide."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import exported_extra, exported_model
 from rlhf.trainer import encode
 from rlhf_plugin_ilql.heads import Q_NAMES, TARGET, inner_layer, value_of
+
+# The mask says what is padding, so that no token has to stand for it.
+left_padded = partial(pad_sequence, batch_first=True, padding_side="left")
 
 
 class Guided(LogitsProcessor):
@@ -88,7 +93,9 @@ class Guided(LogitsProcessor):
         for number, row in enumerate(rows):
             if not row:
                 raise RLHFError(f"prompts[{number}] has no tokens; write at least one word")
-        batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.model.device)
-        tokens = self.generate(**batch, beta=beta, **options)[:, batch["input_ids"].shape[1] :]
+        ids = left_padded([torch.tensor(row) for row in rows]).to(self.model.device)
+        mask = left_padded([torch.ones(len(row), dtype=torch.long) for row in rows]).to(ids.device)
+        out = self.generate(input_ids=ids, attention_mask=mask, beta=beta, **options)
+        tokens = out[:, ids.shape[1] :]
         texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return texts

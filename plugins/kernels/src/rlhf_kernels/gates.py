@@ -53,11 +53,14 @@ def activation_of(layer: nn.Module) -> str:
     joint = hasattr(layer, "gate_up_proj")
     drawn = {"gate_up_proj": linear(4, 12)} if joint else {}
     drawn = drawn or {"gate_proj": linear(4, 6), "up_proj": linear(4, 6)}
-    same.__dict__["_modules"] = {**layer._modules, **drawn, "down_proj": linear(6, 4)}
+    others = {name: copy.copy(part) for name, part in layer._modules.items()}
+    same.__dict__["_modules"] = {**others, **drawn, "down_proj": linear(6, 4)}
+    for part in (same, *same.children()):
+        part.training = True  # A layer with dropout does more.
     # Large values show a layer that limits them.
     sample = torch.tensor([[1.0], [30.0], [1000.0]], device="cpu")
     sample = sample * torch.randn(3, 4, generator=draw, device="cpu")
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             actual = type(layer).forward(same, sample)
         except Exception:  # A layer of another kind may need anything.

@@ -2,7 +2,6 @@
 error of one line."""
 
 import base64
-import binascii
 import hashlib
 import io
 import re
@@ -35,11 +34,9 @@ def open_image(name: str, value: Any, folder: Path | None, files: dict[str, str]
     if isinstance(value, Mapping):
         data = value.get("bytes")
         value = value.get("path") if data is None else data
-    if isinstance(value, Image.Image):
-        return _picture(name, value)
     if isinstance(value, str):
         value = _bytes_of(name, value, folder, files)
-    if not isinstance(value, bytes | bytearray):
+    if not isinstance(value, bytes | bytearray | Image.Image):
         raise BadImage(
             f"{name} is {_kind(value)}; give a path, the bytes of an image file, or a mapping with "
             f"`path` or `bytes`, {DROP}"
@@ -47,6 +44,8 @@ def open_image(name: str, value: Any, folder: Path | None, files: dict[str, str]
     if not value:
         raise BadImage(f"{name} is empty; replace it, {DROP}", files)
     try:
+        if isinstance(value, Image.Image):
+            return _picture(name, value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return _picture(name, Image.open(io.BytesIO(value)))
@@ -96,7 +95,7 @@ def _bytes_of(name: str, text: str, folder: Path | None, files: dict[str, str]) 
     if text.startswith("data:"):
         try:
             return base64.b64decode(text.partition(",")[2], validate=True)
-        except binascii.Error:
+        except ValueError:  # Also for characters beyond ASCII.
             raise BadImage(f"{name} is not valid base64; replace it, {DROP}", files) from None
     if folder is None:
         raise BadImage(

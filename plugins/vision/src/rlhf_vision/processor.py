@@ -57,11 +57,8 @@ class Processor:
         processor needs."""
         self._processor: Any = load_processor(model)
         config = AutoConfig.from_pretrained(model.path, **_options(model))
-        self.placeholders = Placeholders.of(
-            self._processor.image_token,
-            getattr(self._processor, "vision_start_token", ""),
-            getattr(self._processor, "vision_end_token", ""),
-        )
+        around = (_side(self._processor.tokenizer, config, side) for side in ("start", "end"))
+        self.placeholders = Placeholders.of(self._processor.image_token, *around)
         self.feature: int = self._processor.image_token_ids[0]
         """The token that stands for one feature."""
         try:
@@ -117,14 +114,21 @@ class Processor:
 
     def positions(self, path: Sequence[int], arrays: Arrays) -> NDArray[np.int64] | None:
         """Return the positions [tokens, 3] of a path with the images in `arrays`; None for a model
-        whose positions count tokens."""
+        whose positions count tokens. Raises RLHFError for images that follow each other without a
+        token between them: models take their features for those of one image."""
         if self._rope is None:
             return None
         known = {name: torch.from_numpy(array) for name, array in arrays.items()}
         known["input_ids"] = torch.tensor([list(path)])
         known["mm_token_type_ids"] = torch.from_numpy(self._kinds(path))[None]
         names = inspect.signature(self._rope).parameters
-        positions, _ = self._rope(**{name: known[name] for name in names if name in known})
+        try:
+            positions, _ = self._rope(**{name: known[name] for name in names if name in known})
+        except Exception as error:  # Each model has its own way to fail.
+            raise RLHFError(
+                "the positions of the row's tokens cannot be computed "
+                f"({first_line(error)}); write text between its images"
+            ) from error
         array: NDArray[np.int64] = positions[:, 0].T.contiguous().numpy()
         return array
 
@@ -216,6 +220,14 @@ def _images_only(kind: type[ProcessorMixin]) -> Any:
             return super().check_argument_for_proper_class(argument_name, argument)
 
     return ImagesOnly
+
+
+def _side(tokenizer: Any, config: Any, side: str) -> str:
+    """Return the token that chat templates write at one side of an image, the `start` or the `end`;
+    empty if the config names none."""
+    ids = (getattr(config, f"{kind}_{side}_token_id", None) for kind in ("vision", "image"))
+    known = [tokenizer.convert_ids_to_tokens(number) for number in ids if number is not None]
+    return next(filter(None, known), "")
 
 
 def _rope(config: Any) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 from attrs import define, field, frozen
 
 from rlhf.errors import RLHFError, counted
-from rlhf.formats import BadImage, Columns, has
+from rlhf.formats import BadImage, Columns, has, type_name
 from rlhf_vision.opening import DROP
 
 PROMPTS = ("messages", "conversations", "prompt")
 ANSWERS = ("completion", "chosen", "rejected", "answers", "rejected_response")
 ASSISTANTS = ("assistant", "gpt", "chatgpt", "model", "bot", "ai")
 PART_KINDS = ("image", "image_url", "input_image")
+TAG = "<image>"
 VALUES = ("image", "image_url", "url", "path", "base64", "data")
 """Keys of a part under which projects put its image."""
 
@@ -28,18 +29,27 @@ class Placeholders:
     """The token of the model's processor, of which a chat template writes one for each image."""
     pattern: re.Pattern[str]
     """What stands for an image in the text of a row."""
+    written: str
+    """The token as a chat template writes it, perhaps between two others."""
 
     @classmethod
     def of(cls, token: str, start: str = "", end: str = "") -> "Placeholders":
         """Return `<image>` and the model's own token, perhaps between those that the model's chat
         template writes around an image."""
         own = f"(?:{re.escape(start)})?{re.escape(token)}(?:{re.escape(end)})?"
-        return cls(token, re.compile(f"{own}|<image>"))
+        return cls(token, re.compile(f"{own}|{TAG}"), start + token + end)
 
     def split(self, text: str) -> list[str]:
         """Return the text between placeholders."""
         # A tag that is closed is markup.
         return [text] if "</image>" in text else self.pattern.split(text)
+
+    def in_plain(self, text: str) -> tuple[str, int]:
+        """Return plain text, in which no chat template writes what belongs around an image, and how
+        many images it has. What the row has of the model's tokens stays as it is."""
+        count = len(self.split(text)) - 1
+        own = self.pattern.sub(lambda found: self.written if found[0] == TAG else found[0], text)
+        return (own if count else text), count
 
 
 @define
@@ -66,9 +76,7 @@ class Shaper:
             if has(ours, name):
                 ours[name] = self._column(name, _decoded(ours[name]))
         if isinstance(ours.get("text"), str):
-            pieces = self.placeholders.split(ours["text"])
-            ours["text"] = self.placeholders.token.join(pieces)
-            self.texts["text"] = len(pieces) - 1
+            ours["text"], self.texts["text"] = self.placeholders.in_plain(ours["text"])
         if given and not any(self.parts.values()) and not any(self.texts.values()):
             self._insert(ours, len(given))
         return ours, self._numbered(given)
@@ -219,7 +227,10 @@ def _with_prompt(row: Columns) -> dict[str, Any]:
     ours = dict(row)
     if not has(row, "instruction") or has(row, "prompt") or row.get("history"):
         return ours
-    texts = [ours.pop(name, None) or "" for name in ("instruction", "input")]
+    texts = [ours.pop(name, None) for name in ("instruction", "input")]
+    for name, text in zip(("instruction", "input"), texts, strict=True):
+        if not isinstance(text, str | None):
+            raise RLHFError(f"`{name}` must be text, not {type_name(text)}")
     ours["prompt"] = [{"role": "user", "content": "\n".join(filter(None, texts))}]
     if has(row, "output"):
         ours["completion"] = ours.pop("output")

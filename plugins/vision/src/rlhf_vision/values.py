@@ -92,7 +92,8 @@ class Literals(TorchFunctionMode):
         self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        result = func(*args, **options)
         if func is torch.tensor and result.is_meta:
-            return self._values.to_meta(func(*args, **kwargs | {"device": HOST}))
+            return self._values.to_meta(func(*args, **options | {"device": HOST}))
         return result

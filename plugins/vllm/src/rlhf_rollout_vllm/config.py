@@ -13,7 +13,8 @@ from rlhf.plugin import Config, RLHFError, check_rules, documented
 above_zero: Any = validators.gt(0)
 SHARED_MEMORY = "/dev/shm"
 OF_LAUNCH = ("model", "port", "arguments", "environment")
-"""Settings of a server that the run starts."""
+"""Settings of a server that the run starts, beside `start_seconds`."""
+START_SECONDS = 600.0
 ADDRESS = ("--host", "--port", "--uds")
 """Arguments of `vllm serve` by which the run would not reach its server."""
 
@@ -44,7 +45,7 @@ class VLLMConfig:
     environment: dict[str, str] = field(factory=dict)
     """Environment variables of a started server, such as {CUDA_VISIBLE_DEVICES: "1"}. Run folders
     record them, so a token is none of them."""
-    start_seconds: float = field(default=600.0, validator=above_zero)
+    start_seconds: float = field(default=START_SECONDS, validator=above_zero)
     """Time in which a started server has to answer."""
     seconds: float = field(default=600.0, validator=above_zero)
     """Time in which the server has to answer one request, repetitions included."""
@@ -65,6 +66,8 @@ class VLLMConfig:
 
     def __attrs_post_init__(self) -> None:
         launched = [name for name in OF_LAUNCH if getattr(self, name)]
+        if self.start_seconds != START_SECONDS:
+            launched.append("start_seconds")
         names = {argument.partition("=")[0] for argument in self.arguments}
         address = [name for name in ADDRESS if name in names]
         check_rules(

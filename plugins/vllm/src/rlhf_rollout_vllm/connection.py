@@ -6,7 +6,6 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from attrs import frozen
@@ -72,14 +71,15 @@ def launch(
                 "rollouts.vllm.model to the folder of the base"
             )
     if model is None:
-        own = Path(tempfile.mkdtemp(prefix="rlhf-vllm-model-"))
-        model = str(write_description(engine, tokenizer, own))
+        # It is removed with this object, also if the server does not start.
+        own = tempfile.TemporaryDirectory(prefix="rlhf-vllm-model-", ignore_cleanup_errors=True)
+        model = str(write_description(engine, tokenizer, Path(own.name)))
     output = config.output and Path(config.output)
     folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
     arguments = [model, *server_arguments(config, adapter, max_tokens=max_tokens)]
     server = start(settings, arguments, folder / "vllm.log")
     if own is not None:
-        weakref.finalize(server, rmtree, own, ignore_errors=True)
+        weakref.finalize(server, own.cleanup)
     wait_for(server, seconds=settings.start_seconds)
     return server
 

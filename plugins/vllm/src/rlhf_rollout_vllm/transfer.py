@@ -7,7 +7,8 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from torch import Tensor
 from rlhf.engine import free_space
 from rlhf.errors import RLHFError
 from rlhf_rollout_vllm.client import RESET, VERSION, Client
+from rlhf_rollout_vllm.threads import in_background
 
 ATTEMPTS = 20
 """How often the server is asked to forget its prefixes: it may hold them for a moment."""
@@ -118,7 +120,6 @@ class WholeWeights(Transfer):
     """All weights, in buckets: the server loads one while the next is gathered."""
 
     by_version = True
-    _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1), init=False)
     _loading: Future[Any] | None = field(default=None, init=False)
     _buckets: int = field(default=0, init=False)
 
@@ -136,7 +137,8 @@ class WholeWeights(Transfer):
         self._wait()
         self._buckets += 1
         body = {"update_info": {"path": str(path)}}
-        self._loading = self._pool.submit(self.client.post, "/update_weights", body, once=True)
+        post = partial(self.client.post, "/update_weights", body, once=True)
+        self._loading = in_background(post)
 
     def finish(self) -> None:
         self._wait()
@@ -156,6 +158,7 @@ class WholeWeights(Transfer):
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.result()
+            self.client.close()  # Also the connection of its thread, which has ended.
 
 
 @define(eq=False)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from rlhf.commands.main import main
 from rlhf.demo import model_folder
 from rlhf.plugin import ModelConfig
 from rlhf_devkit import column
@@ -229,3 +230,29 @@ def test_the_loss_is_that_of_plain_transformers_and_the_export_opens_as_the_base
     pairs = zip(trained.named_parameters(), base.parameters(), strict=True)
     changed = {name.split(".")[1] for (name, new), old in pairs if not torch.equal(new, old)}
     assert changed == {"language_model", "visual"}
+
+
+def open_by_card(folder: Path) -> dict[str, Any]:
+    """Run the Python code of a model's card; returns its names."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace('"MODEL"', repr(str(folder))), names)
+    return names
+
+
+def test_the_cards_of_an_adapter_and_of_the_merged_model_open_model_and_processor(
+    tmp_path: Path, one: Ranks
+) -> None:
+    output, merged = tmp_path / "run", tmp_path / "merged"
+    words = words_of("sft", tmp_path / "data", "--train.steps", "1", "--lora.rank", "2")
+    one.run(run, "sft", [*words, "--output", str(output)], str(tmp_path / "cache"))
+    assert main(["merge", str(output), str(merged)]) == 0
+    for folder in (output / "model", merged):
+        text = (folder / "README.md").read_text()
+        assert "\npipeline_tag: image-text-to-text\n" in text
+        assert "--runner pooling" not in text
+        names = open_by_card(folder)
+        assert type(names["model"]).__name__ == "Qwen3VLForConditionalGeneration"
+        assert names["processor"].image_token == PLACEHOLDER
+    versions = json.loads((output / "versions.json").read_text())
+    assert "rlhf-vision" in versions

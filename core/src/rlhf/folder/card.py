@@ -59,9 +59,8 @@ def card(run: Path, folder: Path, role: str, records: Sequence[Mapping[str, Any]
     base = name_of(str(model.get("path", "")))
     trainer = Path(str(versions.get("trainer", ""))).name
     adapter = read_json(folder / "adapter_config.json")
-    sections = config.get("data") or {}
     data = {
-        part: [name_of(entry["path"]) for entry in sections.get(part) or []]
+        part: [name_of(entry["path"]) for entry in (config.get("data") or {}).get(part) or []]
         for part in ("train", "eval")
     }
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}

@@ -13,7 +13,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from rlhf.commands.main import main
 from rlhf.demo import model_folder
+from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
+from rlhf.request.reader import read_config
 from rlhf_devkit import column
 from rlhf_devkit.curves import weights, without_timings
 from rlhf_devkit.ranks import Ranks
@@ -256,3 +258,10 @@ def test_the_cards_of_an_adapter_and_of_the_merged_model_open_model_and_processo
         assert names["processor"].image_token == PLACEHOLDER
     versions = json.loads((output / "versions.json").read_text())
     assert "rlhf-vision" in versions
+
+
+def test_the_demo_of_a_reward_model_needs_a_model_of_another_family() -> None:
+    with pytest.raises(RLHFError, match="the model of demo:shapes cannot be trained by rm, since"):
+        read_config("rm", overrides=["--data", "demo:shapes"])
+    request = read_config("rm", overrides=["--data", "demo:shapes", "--model", "other"])
+    assert request.config.model.path == "other"

@@ -16,7 +16,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from rlhf.cli import main
 from rlhf.demo import model_folder
+from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
+from rlhf.request.reader import read_config
 from rlhf_devkit import column
 from rlhf_devkit.curves import weights, without_timings
 from rlhf_devkit.ranks import Ranks
@@ -270,3 +272,36 @@ def test_the_loss_is_that_of_plain_transformers_and_the_export_opens_as_the_base
     pairs = zip(trained.named_parameters(), base.parameters(), strict=True)
     changed = {name.split(".")[1] for (name, new), old in pairs if not torch.equal(new, old)}
     assert changed == {"language_model", "visual"}
+
+
+def open_by_card(folder: Path) -> dict[str, Any]:
+    """Run the Python code of a model's card; returns its names."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace('"MODEL"', repr(str(folder))), names)
+    return names
+
+
+def test_the_cards_of_an_adapter_and_of_the_merged_model_open_model_and_processor(
+    tmp_path: Path, one: Ranks
+) -> None:
+    output, merged = tmp_path / "run", tmp_path / "merged"
+    words = words_of("sft", tmp_path / "data", "--train.steps", "1", "--lora.rank", "2")
+    one.run(run, "sft", [*words, "--output", str(output)], str(tmp_path / "cache"))
+    assert main(["merge", str(output), str(merged)]) == 0
+    for folder in (output / "model", merged):
+        text = (folder / "README.md").read_text()
+        assert "\npipeline_tag: image-text-to-text\n" in text
+        assert "--runner pooling" not in text
+        names = open_by_card(folder)
+        assert type(names["model"]).__name__ == "Qwen3VLForConditionalGeneration"
+        assert names["processor"].image_token == PLACEHOLDER
+    versions = json.loads((output / "versions.json").read_text())
+    assert "rlhf-vision" in versions
+
+
+def test_the_demo_of_a_reward_model_needs_a_model_of_another_family() -> None:
+    with pytest.raises(RLHFError, match="the model of demo:shapes cannot be trained by rm, since"):
+        read_config("rm", overrides=["--data", "demo:shapes"])
+    request = read_config("rm", overrides=["--data", "demo:shapes", "--model", "other"])
+    assert request.config.model.path == "other"

@@ -160,3 +160,15 @@ def test_a_server_takes_images_as_data_urls(folder: Path) -> None:
             "read; replace it",
         )
         assert score(image(0)).status == 200
+
+        token = {"gemma3": "<image_soft_token>", "qwen3_5": "<|image_pad|>"}[folder.name]
+        for path, text in (
+            ("/get_reward", {"query": [f"{token} a"]}),
+            ("/classify", {"input": f"{token} a"}),
+            ("/v1/score", {"items": [{"prompt": f"{token}", "answers": ["a"]}]}),
+        ):
+            assert server.post(path, text).refusal == (
+                422,
+                f"a text has the token of an image ({token}) without an image; send the "
+                "conversation as messages, with the image as a part of type image_url",
+            )

@@ -23,6 +23,8 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3VLConfig,
 )
 
 from rlhf.commands.merge import merge_command
@@ -38,6 +40,7 @@ from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.task import check_classifier
 from rlhf.model.tokenizer import with_padding
 from rlhf.readouts import scores, token_scores
 
@@ -271,6 +274,19 @@ def test_a_family_without_the_class_is_refused_before_weights_are_read(tmp_path:
         "choose a family that has one, such as llama, qwen3 or mistral, or train on the "
         "language-model head's own tokens"
     )
+
+
+def test_a_family_with_images_without_the_class_is_refused_with_one_that_has_it() -> None:
+    vision = Qwen3VLConfig(architectures=["Qwen3VLForConditionalGeneration"])
+    with pytest.raises(RLHFError) as caught:
+        check_classifier(vision, "sequence", ("reward",), "org/model")
+    assert str(caught.value) == (
+        "transformers has no AutoModelForSequenceClassification for qwen3_vl "
+        "(model.path org/model); choose a family that has one, such as qwen3_5"
+    )
+    other = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
+    for task in ("sequence", "token"):
+        check_classifier(other, task, ("reward",), "org/model")
 
 
 def test_a_classifier_of_another_kind_is_refused(tmp_path: Path) -> None:

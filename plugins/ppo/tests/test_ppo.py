@@ -128,8 +128,13 @@ def test_only_the_critic_is_trained_during_its_warm_up(inputs: Inputs, tmp_path:
     assert all(line["critic/grad_norm"] > 0 for line in metrics if "grad_norm" in line)
 
 
-def test_the_critic_starts_from_the_policy_with_a_new_head(inputs: Inputs, tmp_path: Path) -> None:
+def test_the_critic_starts_from_the_policy_with_a_new_head(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     inputs.run(tmp_path / "run", "few_letters")
+    assert capsys.readouterr().out.endswith(
+        f"\ncritic     {tmp_path}/run/model-critic\nmodel      {tmp_path}/run/model\n"
+    )
     written = json.loads((tmp_path / "run" / "model-critic" / "config.json").read_text())
     assert written["architectures"] == ["LlamaForTokenClassification"]
     assert len(written["id2label"]) == 1

@@ -22,6 +22,12 @@ def test_a_small_difference_is_noted() -> None:
     )
 
 
+def test_thousands_of_tokens_are_written_with_commas() -> None:
+    drawn = [[-1.0] * 4952]
+    note = check_agreement(drawn, drawn, bound=0.1, setting="grpo.agreement", step=0)
+    assert note.startswith("agreement  log-probabilities of 4,952 tokens differ by 0.0e+00 ")
+
+
 def test_a_large_difference_is_refused_and_so_is_what_cannot_be_compared() -> None:
     trained = [np.array([-1.25, -2.0]), np.array([0.0])]
     with pytest.raises(RLHFError) as caught:

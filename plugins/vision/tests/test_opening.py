@@ -188,3 +188,9 @@ def test_the_digest_of_a_file_is_that_of_its_content_and_then_its_time(tmp_path:
     assert file_digest("a", tmp_path, digest).partition(":")[0] != digest.partition(":")[0]
     (tmp_path / "a").unlink()
     assert file_digest("a", tmp_path, digest) == ""
+
+
+def test_a_data_url_is_named_by_its_first_characters() -> None:
+    url = "data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUgAAAFQAAAA4"
+    assert name_of(0, url) == "image 1 (data:image/png;base64,iVBORw0KGgoAAAA...)"
+    assert name_of(1, {"path": "folder/" * 8}) == f"image 2 ({'folder/' * 8})"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from rlhf.errors import RLHFError
 from rlhf_devkit import shared, tiny
-from rlhf_vision.demo import FORMATS, asked, model_folder, recipe, rows, shapes
+from rlhf_vision.demo import FORMATS, asked, model_folder, recipe, rows, settings, shapes
 
 
 def right_answer(question: shapes.Question) -> str:
@@ -97,6 +97,15 @@ def test_a_split_or_a_format_that_does_not_exist_is_an_error() -> None:
         rows("eval", "stepwise")
     assert str(caught.value) == (
         "demo:shapes has no stepwise rows; available: demonstration, preference, prompt, unpaired"
+    )
+
+
+def test_its_model_is_refused_for_reward_models_before_rows_are_read() -> None:
+    with pytest.raises(RLHFError) as caught:
+        settings("rm")
+    assert str(caught.value) == (
+        "the model of demo:shapes cannot be trained by rm, since transformers has no classifier of "
+        "its family, qwen3_vl; pass --model with a model of another family, such as qwen3_5"
     )
 
 

@@ -35,7 +35,7 @@ def merge_command(source: str, output: str) -> int:
     from rlhf.model.adapters import adapter_settings, merged
     from rlhf.model.exported import exported_model, exported_tokenizer, task_of
     from rlhf.model.extra import exported_extra, save_extra
-    from rlhf.model.save import save_weights
+    from rlhf.model.save import PROCESSOR_FILES, save_weights
     from rlhf.model.stored import damaged_file
 
     disable_progress_bar()
@@ -49,8 +49,9 @@ def merge_command(source: str, output: str) -> int:
         if (adapter / "tokenizer_config.json").is_file():
             exported_tokenizer(adapter).save_pretrained(target)
         save_extra(exported_extra(adapter), target)
-        if (adapter / "generation_config.json").is_file():
-            shutil.copyfile(adapter / "generation_config.json", target / "generation_config.json")
+        for name in ("generation_config.json", *PROCESSOR_FILES):
+            if (adapter / name).is_file():
+                shutil.copyfile(adapter / name, target / name)
         if holds_run(adapter.parent):
             write_card(target, adapter.parent)
     print(f"merged {adapter} into {settings.base_model_name_or_path} and wrote {output}")

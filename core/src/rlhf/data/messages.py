@@ -144,7 +144,7 @@ def raise_if_placeholder(where: str, text: str) -> None:
         return  # A tag that is closed is markup.
     raise RLHFError(
         f"{where} has the placeholder {found.group().strip()}, for which the row has no image; "
-        "remove the row"
+        "add the image, or remove the row"
     )
 
 

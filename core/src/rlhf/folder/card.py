@@ -26,11 +26,12 @@ POINTS = 10
 """Rows of the table of the curve."""
 TASKS = {
     "causal": ("language model", "text-generation", "ForCausalLM"),
+    "images": ("vision-language model", "image-text-to-text", "ForImageTextToText"),
     "sequence": ("reward model", "text-classification", "ForSequenceClassification"),
     "token": ("process reward model", "token-classification", "ForTokenClassification"),
 }
-"""By task: what the card calls a model, its pipeline on the hub, and the end of the names of the
-auto classes in transformers and peft."""
+"""By task, or `images` for a language model that also reads images: what the card calls a model,
+its pipeline on the hub, and the end of the names of the auto classes in transformers and peft."""
 NEEDS_MERGE = ("use_dora", "modules_to_save", "target_parameters")
 """Settings of an adapter that vLLM does not read."""
 
@@ -53,17 +54,16 @@ def card(run: Path, folder: Path, role: str, records: Sequence[Mapping[str, Any]
     plan = read_json(run / "plan.json").get(role, {})
     versions, summary = read_json(run / "versions.json"), read_json(run / "summary.json")
     model = plan.get("model") or config.get("model") or {}
-    kind, pipeline, suffix = TASKS[plan.get("task") or "causal"]
+    task, images = plan.get("task") or "causal", any(folder.glob("*processor_config.json"))
+    kind, pipeline, suffix = TASKS["images" if images and task == "causal" else task]
     base = name_of(str(model.get("path", "")))
     trainer = Path(str(versions.get("trainer", ""))).name
-    adapter_config = folder / "adapter_config.json"
-    adapted, adapter = adapter_config.is_file(), read_json(adapter_config)
-    sections = config.get("data") or {}
+    adapter = read_json(folder / "adapter_config.json")
     data = {
-        part: [name_of(entry["path"]) for entry in sections.get(part) or []]
+        part: [name_of(entry["path"]) for entry in (config.get("data") or {}).get(part) or []]
         for part in ("train", "eval")
     }
-    head: dict[str, Any] = {"library_name": "peft" if adapted else "transformers"}
+    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     if is_hub_name(base):
         head["base_model"] = base
     if published := [source for source in data["train"] if is_hub_name(source)]:
@@ -74,17 +74,13 @@ def card(run: Path, folder: Path, role: str, records: Sequence[Mapping[str, Any]
     return filled(
         Path(__file__).with_name("card.jinja"),
         step=records[-1]["step"] if records else 0, head=head, base=base, trainer=trainer,
-        kind=kind, pipeline=pipeline, data=data,
+        kind=kind, pipeline=pipeline, suffix=suffix, images=images, data=data,
         counts_of={part: it for part, it in counts_of.items() if {*COUNTS} <= {*it}},
-        adapted=adapted, needs_merge=any(adapter.get(key) for key in NEEDS_MERGE),
-        auto_class=f"{'AutoPeftModel' if adapted else 'AutoModel'}{suffix}",
+        adapted=bool(adapter), needs_merge=any(adapter.get(key) for key in NEEDS_MERGE),
         extra=EXTRA_FILE if (folder / EXTRA_FILE).is_file() else "", names=names, rows=rows,
         config=_without_places({k: v for k, v in config.items() if k not in LEFT_OUT}),
-        versions=[
-            f"{name} {version}"
-            for name, version in versions.items()
-            if name not in ("trainer", "trust_remote_code")
-        ],
+        versions=[f"{name} {version}" for name, version in versions.items()
+                  if name not in ("trainer", "trust_remote_code")],
     )  # fmt: skip
 
 

@@ -69,9 +69,9 @@ FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, S
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
-    "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "torch", "transformers", "deepspeed", "peft",
-    "datasets", "torchdata", "pluggy", "numpy", "triton", "liger-kernel", "flash-linear-attention",
-    "mamba-ssm",
+    "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "rlhf-vision", "torch", "transformers",
+    "deepspeed", "peft", "datasets", "torchdata", "pluggy", "numpy", "torchvision",
+    "triton", "liger-kernel", "flash-linear-attention", "mamba-ssm",
 )  # fmt: skip
 
 

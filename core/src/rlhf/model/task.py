@@ -105,9 +105,10 @@ def check_classifier(architecture: Any, task: Task, names: Sequence[str], path: 
     than one whose head has the labels `names`."""
     form = FORMS[task]
     if not form.supports(architecture):
+        such = "qwen3_5" if reads_images(architecture) else "llama, qwen3 or mistral"
         raise RLHFError(
             f"transformers has no {form.auto.__name__} for {architecture.model_type} "
-            f"(model.path {path}); choose a family that has one, such as llama, qwen3 or mistral"
+            f"(model.path {path}); choose a family that has one, such as {such}"
             + (", or train on the language-model head's own tokens" if task == "token" else "")
         )
     written = written_class(architecture)

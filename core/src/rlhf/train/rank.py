@@ -28,7 +28,7 @@ from rlhf.request.reader import Request
 from rlhf.train.agreement import check_start
 from rlhf.train.checkpointing import check_data, restore
 from rlhf.train.dataset import Dataset, prepare_data
-from rlhf.train.exporting import export_checkpoint, export_model
+from rlhf.train.exporting import export_checkpoint, export_model, folder_of
 from rlhf.train.loop import train
 from rlhf.train.session import Session
 from rlhf.train.set_up import out_of_memory, set_up
@@ -197,6 +197,8 @@ def export_at_end(session: Session, reason: str, step: int) -> None:
         at = f"at step {step:,} of {record.steps:,} by train.stop_at"
         say(session, f"stopped    {at}; remove it and pass --resume to continue")
     of = "" if best.step is None else f", the best by {best}"
+    for role in sorted(session.trained.keys() - {"policy"}):
+        say(session, f"{role:10} {record.folder / folder_of(role)}")
     say(session, f"model      {record.folder / 'model'}{of}")
 
 

@@ -33,12 +33,12 @@ def check_agreement(
     mean, largest, count = differences.mean(), differences.max(), differences.size
     if not mean <= bound:
         raise SameOnAllRanks(
-            f"the log-probabilities of the {count} tokens of the rollout of step {step + 1} "
+            f"the log-probabilities of the {count:,} tokens of the rollout of step {step + 1} "
             f"differ by {mean:.2g} on average between sampling and training, at most by "
             f"{largest:.2g}, but {setting} is {bound:g}: the engine may use another temperature, "
             f"an adapter less, older weights or another precision; correct it, or raise {setting}"
         )
     return (
-        f"agreement  log-probabilities of {count} tokens differ by {mean:.1e} on average between "
+        f"agreement  log-probabilities of {count:,} tokens differ by {mean:.1e} on average between "
         f"sampling and training, at most by {largest:.1e}"
     )

@@ -21,7 +21,7 @@ from rlhf.errors import RLHFError, first_line
 from rlhf.formats import BadImage
 from rlhf.scorer import Scorer, parse_object
 from rlhf_serve.batching import Batches
-from rlhf_serve.dialects import DIALECTS, Reading
+from rlhf_serve.dialects import DIALECTS, Reading, raise_if_without_image
 from rlhf_serve.metrics import Metrics
 
 MAX_BYTES = 2**26
@@ -121,6 +121,7 @@ class Service:
             raise RLHFError("the body is not UTF-8") from None
         rows, response = DIALECTS[path](parse_object(text, "the body"), self.scorer)
         for row in rows:
+            raise_if_without_image(row, self.scorer)
             length = len(row.prompt) + max(len(answer.tokens) for answer in row.answers)
             if length > self.longest:
                 raise RLHFError(

@@ -8,6 +8,7 @@ that it cannot read.
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -140,6 +141,21 @@ def ids_of(value: Any, scorer: Scorer, *, special: bool) -> list[list[int]]:
     for token in (token for path in paths for token in path if not 0 <= token < size):
         raise RLHFError(f"token {token} is not one of the model's {size}")
     return paths
+
+
+def raise_if_without_image(row: Row, scorer: Scorer) -> None:
+    """Raise RLHFError for a row without images that has the token which stands for one: the model
+    would read the embedding of this token, with which it was never trained."""
+    names = ("image_token_id", "image_token_index")
+    found = (getattr(scorer.config, name, None) for name in names)
+    token = next((number for number in found if number is not None), None)
+    tokens = chain(row.prompt, *(answer.tokens for answer in row.answers))
+    if token is not None and row.images is None and token in tokens:
+        text = scorer.tokenizer.convert_ids_to_tokens(token)
+        raise RLHFError(
+            f"a text has the token of an image ({text}) without an image; send the conversation as "
+            "messages, with the image as a part of type image_url"
+        )
 
 
 def raise_if_many_ends(scorer: Scorer) -> None:

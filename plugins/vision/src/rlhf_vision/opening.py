@@ -68,7 +68,7 @@ def name_of(number: int, value: Any) -> str:
     text = value.get("path") if isinstance(value, Mapping) else value
     if not isinstance(text, str):
         return f"image {number + 1}"
-    return f"image {number + 1} ({_cut(text, 80)})"
+    return f"image {number + 1} ({_cut(text, 40 if text.startswith('data:') else 80)})"
 
 
 def _cut(text: str, most: int = 1000) -> str:

@@ -178,14 +178,14 @@ class VLLM:
         count, limit = sum(len(it.tokens) for it in drawn), self.settings.agreement
         if not difference <= limit:
             raise SameOnAllRanks(
-                f"the server's log-probabilities of the {count} tokens of the first rollout differ "
-                f"from the trainer's by {difference:.3g} on average, more than "
+                f"the server's log-probabilities of the {count:,} tokens of the first rollout "
+                f"differ from the trainer's by {difference:.3g} on average, more than "
                 f"rollouts.vllm.agreement {limit:g}; start it with --logprobs-mode "
                 "processed_logprobs and the dtype of the run, or raise the limit"
             )
         self.notes.append(
-            f"agreement  log-probabilities of {count} tokens under vLLM and the trainer differ by "
-            f"{difference:.2g} on average"
+            f"agreement  log-probabilities of {count:,} tokens under vLLM and the trainer differ "
+            f"by {difference:.2g} on average"
         )
 
 

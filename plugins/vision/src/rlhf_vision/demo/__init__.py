@@ -16,6 +16,8 @@ Row = dict[str, Any]
 SPLITS = ("eval", "train")
 RATES = {"sft": 2e-3}
 """Learning rates by trainer; 1e-3 for others."""
+CLASSIFIERS = ("prm", "rm")
+"""Trainers of sequence and token classifiers, which transformers does not have for Qwen3-VL."""
 
 
 def rows(split: str, format: str) -> list[Row]:
@@ -35,13 +37,20 @@ def rows(split: str, format: str) -> list[Row]:
 
 
 def model_folder() -> Path:
-    """Return the folder of the base model: a Qwen3-VL of 0.7 M parameters, which `recipe` makes."""
+    """Return the folder of the base model: a Qwen3-VL of 0.6 M parameters, which `recipe` makes."""
     return Path(__file__).parent / "base"
 
 
 def settings(trainer: str) -> dict[str, Any]:
     """Return what teaches the base model in about two minutes on 2 cores: `sft` takes it from 105
-    to 184 right answers to the 200 held-out questions."""
+    to 184 right answers to the 200 held-out questions. Raises RLHFError for a trainer of
+    CLASSIFIERS."""
+    if trainer in CLASSIFIERS:
+        raise RLHFError(
+            f"the model of demo:shapes cannot be trained by {trainer}, since transformers has no "
+            "classifier of its family, qwen3_vl; pass --model with a model of another family, such "
+            "as qwen3_5"
+        )
     # Without the second term, DPO unlearns how answers read.
     own = {"dpo": {"loss": ["sigmoid", {"name": "sft", "weight": 1.0}]}} if trainer == "dpo" else {}
     return own | {

@@ -201,11 +201,12 @@ def test_a_critic_has_an_adapter_or_all_of_its_weights_beside_an_adapter_of_the_
     more += ["--ppo.critic.model", str(reward_model)] * (source == "reward model")
     inputs.run(tmp_path / "run", "few_letters", *more)
     printed = capsys.readouterr().out
-    (line,) = [each for each in printed.splitlines() if each.startswith("critic     ")]
+    line, last = [each for each in printed.splitlines() if each.startswith("critic     ")]
+    folder = tmp_path / "run" / "model-critic"
     assert line.endswith(" trained")
     assert ("parameters, trained" in line) == (lora == "false")
+    assert last == f"critic     {folder}"
     assert "\nreference  adapter: " in printed
-    folder = tmp_path / "run" / "model-critic"
     assert (folder / "adapter_config.json").exists() == (lora == "true")
 
 

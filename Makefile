@@ -24,9 +24,9 @@ demo: venv
 test: venv lint
 	$(PYTEST) -m "not matrix" $(TESTS)
 
-# The same promises under more settings.
+# The same promises under more settings. PART may be --minutes N --first N, for a part of them.
 test-rest: venv
-	$(PYTEST) -m matrix $(TESTS)
+	$(PYTEST) $(PART) -m matrix $(TESTS)
 
 test-all: test test-rest
 

@@ -136,7 +136,7 @@ def record(options: argparse.Namespace, name: str, load: Load) -> None:
                     "logprobs": [[known] * size for size in sizes],
                     "finish": [LENGTH if size == load.longest else STOP for size in sizes],
                     "text": tokenizer.batch_decode(answers), "extra": "{}",
-                    "reward": [0.0] * ANSWERS,
+                    "reward": [0.0] * ANSWERS, "version": step, "images": "",
                 }
             )  # fmt: skip
         write_rows(table, options.output / f"recorded-{name}" / ROLLOUTS / f"{step}.arrow")

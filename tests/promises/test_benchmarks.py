@@ -96,3 +96,12 @@ def test_a_server_under_load_answers_every_request_once(tmp_path: Path) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[-4:-1]]
     assert [(row[0], row[5]) for row in rows] == [("2", "48"), ("24", "48"), ("24", "48")]
     assert [int(row[6]) > 0 for row in rows] == [False, False, True]
+
+
+@pytest.mark.matrix
+def test_grpo_is_measured_on_recorded_answers(tmp_path: Path) -> None:
+    words = ["G1", "--divide", "64", "--steps", "2", "--vocabulary", "512"]
+    run("grpo.py", *words, "--output", str(tmp_path))
+    (result,) = json.loads((tmp_path / "grpo.json").read_text())
+    assert result["who"] == "rlhf"
+    assert result["rows_per_s"] > 0

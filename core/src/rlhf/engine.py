@@ -69,11 +69,14 @@ class ModelShape:
     """The largest number of ranks over which its layers can be divided; its divisors can too."""
     undivided: str = "it is not a transformers model"
     """Why its layers cannot be divided, if `tensor` is 1."""
+    tower_layers: int = 0
+    """Number of layers in towers for images and sounds."""
 
     @property
     def mean_layer(self) -> int:
-        """Return the mean number of parameters of a decoder layer."""
-        return (self.parameters - self.head - self.lookup) // max(self.layers, 1)
+        """Return the mean number of parameters of a layer, also of towers."""
+        layers = max(self.layers + self.tower_layers, 1)
+        return (self.parameters - self.head - self.lookup) // layers
 
     def num_states(self, optimizer: OptimizerKind) -> float:
         """Return how many numbers the optimizer keeps for each trained weight, in the dtype of its

@@ -31,6 +31,7 @@ from rlhf.model.adapters import linear_modules
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import part_of
 from rlhf.model.probe import choose_path
+from rlhf.model.shape import shape_of
 from rlhf.model.trainable import (
     parameter_groups,
     prepare_trainable,
@@ -52,6 +53,14 @@ ROUNDING = {"Gemma 4 E2B": 5e-4}
 differ by 2.3e-4 from those in float64."""
 QUICK = {"Qwen2.5-VL", "Qwen3-VL", "Qwen3.5", "LLaVA", "Gemma 3", "Gemma 4", "SmolVLM"}
 NAMES = [name if name in QUICK else MORE(name) for name in IMAGE_FAMILIES]
+
+
+def test_layers_of_towers_are_counted_beside_those_of_the_decoder() -> None:
+    causal = copy.deepcopy(image_model("Qwen3-VL"))
+    shape, vision = shape_of(PackedModel(causal)), causal.config.vision_config
+    assert shape.tower_layers == vision.depth + len(vision.deepstack_visual_indexes)
+    body = shape.parameters - shape.head - shape.lookup
+    assert shape.mean_layer == body // (shape.layers + shape.tower_layers)
 
 
 @cache

@@ -17,6 +17,7 @@ from rlhf.engine import Axis
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.hookspecs import Finding
 from rlhf.model.masks import Scoring, Tree, TreeMask
+from rlhf.model.parts import beyond_text, decoder
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import Installed, find_kernels, known_plugins
 
@@ -53,9 +54,11 @@ class Kernels(Protocol):
         """Raise RLHFError if a model of transformers' `architecture` on `device` cannot run what
         `model.kernels`, `model.fp8` or `model.recompute` asks for."""
 
-    def change(self, decoder: Any, model: ModelConfig, device: torch.device) -> str:
-        """Change the layers of a loaded decoder in place, except for what `compile` does later;
-        return one line on what was done, or nothing."""
+    def change(
+        self, decoder: Any, model: ModelConfig, device: torch.device, towers: Sequence[nn.Module]
+    ) -> str:
+        """Change in place the layers of a loaded decoder, except for what `compile` does later, and
+        of the `towers` beside it; return one line on what was done, or nothing."""
 
     def rehearse(self, decoder: Any, model: ModelConfig) -> None:
         """Change the layers of a decoder on the meta device so that it keeps for backward what the
@@ -158,13 +161,13 @@ def check_layers(architecture: Any, model: ModelConfig, device: torch.device) ->
         kernels.check(architecture, model, device)
 
 
-def change_layers(decoder: Any, model: ModelConfig, device: torch.device) -> str:
-    """Change the layers of a loaded decoder in place; return one line on what was done, or nothing.
+def change_layers(causal: Any, model: ModelConfig, device: torch.device) -> str:
+    """Change the layers of a loaded model in place; return one line on what was done, or nothing.
 
     Layers that will be compiled stay as they are until the start-up probe has compared them.
     """
     kernels = installed_kernels()
-    return "" if kernels is None else kernels.change(decoder, model, device)
+    return kernels.change(decoder(causal), model, device, beyond_text(causal)) if kernels else ""
 
 
 def rehearse_layers(decoder: Any, model: ModelConfig) -> None:

@@ -14,7 +14,6 @@ from rlhf.model.accelerated import change_layers, check_layers, fuse_adapters
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_noise
 from rlhf.model.packed import PackedModel
-from rlhf.model.parts import decoder
 from rlhf.model.role import ModelSpec
 from rlhf.model.router import router_loss_of
 from rlhf.model.task import Task
@@ -39,7 +38,7 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
         # A device need not have room for layers that are divided later.
         device = mesh.device if plan.tensor == 1 else torch.device("cpu")
         causal = load_whole(architecture, config, task, dtype, device=device)
-    layers = change_layers(decoder(causal), config.model, mesh.device)
+    layers = change_layers(causal, config.model, mesh.device)
     return packed_model(causal, spec, dtype, mesh.device, mesh.sequence, layers=layers)
 
 

@@ -14,7 +14,7 @@ from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
 from rlhf.model.load import packed_model
 from rlhf.model.packed import PackedModel
-from rlhf.model.parts import decoder, layers_of, num_parameters
+from rlhf.model.parts import beyond_text, decoder, layers_of, num_parameters
 from rlhf.model.role import ModelSpec
 from rlhf.model.sequence import check_heads
 
@@ -71,6 +71,9 @@ def shape_of(module: nn.Module) -> ModelShape:
         lookup=0 if embedding is head else embedding.numel(),
         tensor=most,
         undivided=reason,
+        tower_layers=sum(
+            len(module) for module in beyond_text(causal) if isinstance(module, nn.ModuleList)
+        ),
     )
 
 

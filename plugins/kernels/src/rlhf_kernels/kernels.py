@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.engine import fused_on
 from rlhf.hookspecs import Finding
 from rlhf.kernels import Scan, Tree
 from rlhf.plugin import ModelConfig
@@ -16,6 +17,7 @@ from rlhf_kernels.attention import Attention, AttentionRow
 from rlhf_kernels.diagnosis import findings
 from rlhf_kernels.lora import fuse_adapters
 from rlhf_kernels.scans import Scans
+from rlhf_kernels.towers import fuse_tower
 from rlhf_kernels.tree import Heads
 
 
@@ -30,8 +32,12 @@ class TritonKernels:
         """Raise RLHFError for what a model cannot run on a device."""
         layers.check_layers(architecture, model, device)
 
-    def change(self, decoder: Any, model: ModelConfig, device: torch.device) -> str:
+    def change(
+        self, decoder: Any, model: ModelConfig, device: torch.device, towers: Sequence[nn.Module]
+    ) -> str:
         """Fuse layers in place, and have gated ones recompute their products."""
+        if towers and model.kernels != "none" and fused_on(device.type):
+            fuse_tower(towers)
         return layers.change_layers(decoder, model, device)
 
     def rehearse(self, decoder: Any, model: ModelConfig) -> None:

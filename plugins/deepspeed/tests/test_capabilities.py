@@ -187,9 +187,10 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
         "it); remove optimizer.params.lr (optim decides it); remove bf16.enabled (model.dtype "
         "decides it); remove zero_optimization.stage (deepspeed.stage decides it); remove "
         "zero_optimization.offload_optimizer.device (deepspeed.offload_optimizer decides it); "
-        "remove compile.deepcompile (DeepCompile, tried with deepspeed 0.19.8, is not offered: its "
-        "graphs bypass the patches that make the curve exact; set model.kernels to compile, at "
-        "stages 0 to 2); zero_optimisation.overlap_comm cannot be set here; did you mean "
+        "remove compile.deepcompile (DeepCompile, tried with deepspeed 0.19.8, is not offered: it "
+        "adds up gradients for each compiled graph, and loses some where the micro-batches of a "
+        "step run different ones; set model.kernels to compile, at stages 0 to 2); "
+        "zero_optimisation.overlap_comm cannot be set here; did you mean "
         "zero_optimization.overlap_comm?"
     )
     with pytest.raises(ValueError, match=r"expects true or false, got 0$"):
@@ -199,8 +200,9 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
 
 
 DEEP_COMPILE = (
-    "DeepCompile, tried with deepspeed 0.19.8, is not offered: its graphs bypass the patches that "
-    "make the curve exact; set model.kernels to compile, at stages 0 to 2"
+    "DeepCompile, tried with deepspeed 0.19.8, is not offered: it adds up gradients for each "
+    "compiled graph, and loses some where the micro-batches of a step run different ones; set "
+    "model.kernels to compile, at stages 0 to 2"
 )
 ABSENT = {
     "compile": DEEP_COMPILE,

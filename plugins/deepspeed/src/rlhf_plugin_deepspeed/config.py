@@ -89,8 +89,9 @@ REFUSED = {
     }.items()
     for name in names.split()
 } | {
-    "compile": f"DeepCompile, tried with deepspeed {TRIED}, is not offered: its graphs bypass the "
-    "patches that make the curve exact; set model.kernels to compile, at stages 0 to 2",
+    "compile": f"DeepCompile, tried with deepspeed {TRIED}, is not offered: it adds up gradients "
+    "for each compiled graph, and loses some where the micro-batches of a step run different ones; "
+    "set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": f"AutoEP, tried with deepspeed {TRIED}, is not offered: it renames experts "
     "and divides them over ranks, so exports and adapters would be incomplete; remove it, or use "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fits import fit_of, on_accelerator, peak_with, small_run
 
+from rlhf.data.example import Answer, Example, num_tokens
 from rlhf.data.order import ROUND_ON_ACCELERATOR
 from rlhf.engine import GIB, Mesh, gib
 from rlhf.memory import choice
@@ -234,6 +235,19 @@ def test_the_estimate_of_an_on_policy_run_has_full_micro_batches(
     fit = rolling_fit([*words, "--data.max_tokens", max_tokens], GIB)
     assert tokens - 150 < fit.rehearsed.tokens < tokens + ROUND_ON_ACCELERATOR
     assert fit.rehearsed.most.accumulates == accumulates
+
+
+def test_whole_trees_of_a_rollout_fit_in_its_micro_batches(words: list[str]) -> None:
+    fit = rolling_fit([*words, "--data.max_tokens", "1000", "--batch.tokens", "2000"], 64 * GIB)
+
+    def tree(examples: Any, most: int) -> Example:
+        return Example([0] * 100, [Answer([0] * (most - 100), [True] * (most - 100))] * 4)
+
+    fit.trainer.rollout_shape = tree  # type: ignore[method-assign]
+    assert num_tokens(tree(None, 1000)) == 3700
+    picked, why = chosen(fit)
+    assert picked.tokens == 4 * 3700
+    assert "about 1 micro-batch per step instead of 8" in why
 
 
 def test_a_step_of_a_rollout_is_counted_with_its_answers(words: list[str]) -> None:

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from rlhf.config.sections import Recompute
+from rlhf.data.example import num_tokens
 from rlhf.engine import gib
 from rlhf.errors import RLHFError
 from rlhf.launch.garbage import without_collections
@@ -123,12 +124,17 @@ def _more_tokens(fit: StepFit, estimate: Estimate, configured: Choice) -> tuple[
     """Double the tokens while a rank takes a step in several micro-batches, its device waits for
     the host, and the peak leaves ample room."""
     most, layer = AMPLE * fit.mesh.memory, fit.layer
-    # Rows of a rollout have no answers yet.
-    example = fit.largest if fit.trainer.needs_rollout() else fit.examples[0].lengths.mean()
+    tree, example = 1, fit.examples[0].lengths.mean()
+    if fit.trainer.needs_rollout():  # Its rows have no answers yet.
+        made = fit.trainer.rollout_shape(fit.examples[0], fit.config.data.max_tokens)
+        tree = example = num_tokens(made)
     step = example * fit.config.batch.size / fit.mesh.data.size
     tokens, larger = configured.tokens, list[Choice]()
-    while tokens < step and tokens * layer < ENOUGH and estimate.peak_with(2 * tokens) <= most:
-        tokens *= 2
+    while tokens < step and tokens * layer < ENOUGH:
+        # As many whole trees as begin in them: no tree that fits is divided.
+        tokens = 2 * tokens if 2 * tokens < tree else -(-2 * tokens // tree) * tree
+        if estimate.peak_with(tokens) > most:
+            break
         larger.append(configured._replace(tokens=tokens))
     # `peak_with` scales the estimate; only a rehearsal sees what does not grow with the tokens.
     chosen, peak = first_that_fits(fit, reversed(larger), limit=most)

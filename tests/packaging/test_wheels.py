@@ -7,7 +7,7 @@ import pytest
 
 from wheel_sites import PROJECTS, build, make_site, python, required, rlhf, top_level
 
-INSTALLED = ("core", "deepspeed", "dpo", "kernels", "optim", "tools")
+INSTALLED = ("core", "deepspeed", "demo", "dpo", "kernels", "optim", "tools")
 """What a user of one trainer installs."""
 
 
@@ -33,7 +33,8 @@ def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
     commands = ["doctor", "inspect", "launch", "plan", "push", "report", "runs"]
-    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *commands])
+    demos = ["arithmetic", "base", "equations", "ranked", "sums"]
+    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *commands, *demos])
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
@@ -61,6 +62,17 @@ def test_a_trainer_that_is_not_installed_says_which_package_has_it(site: Path) -
     assert done.returncode == 2
     assert "pip install rlhf-plugin-kto" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_demo_that_is_not_installed_says_which_package_has_it(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    site = make_site(tmp_path, [wheels[name] for name in INSTALLED if name != "demo"])
+    done = rlhf(site, "run", "dpo", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2, "error: demo 'base' is not installed (run `pip install rlhf-demo`); available: none\n"
+    )  # fmt: skip
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_samples_without_an_engine_that_writes_them_name_the_package(

@@ -230,7 +230,7 @@ def test_a_refusal_of_the_hub_is_an_error_in_one_line(
 def test_the_card_of_a_trained_reward_model_opens_it(inputs: Inputs, tmp_path: Path) -> None:
     words = ["--model", str(make_model(tmp_path / "base")), "--model.dtype", "fp32"]
     words += ["--train.steps", "1", "--batch.size", "2", "--output", str(tmp_path / "run")]
-    from rlhf.demo import rows
+    from rlhf_demo import rows
     from rlhf_devkit import write_rows
 
     pairs = write_rows(tmp_path / "pairs.jsonl", rows("arithmetic", "train", "preference")[:4])

@@ -164,7 +164,7 @@ class FormatPlugin:
     `rlhf.formats`."""
     demo: str | None = None
     """Import string of `demo(problem, draw)`, which returns a row in this format made of a
-    `rlhf.demo.Problem`, with a `random.Random`: the rows of `demo:arithmetic`."""
+    `rlhf_demo.Problem` of rlhf-demo, with a `random.Random`: the rows of `demo:arithmetic`."""
 
 
 @documented

@@ -40,7 +40,6 @@ SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "re
 """Core's sections and the flags of `rlhf run`."""
 IN_CORE: Mapping[str, Collection[str]] = {
     "command": CORE_COMMANDS,
-    "demo": ("arithmetic", "base", "equations", "ranked", "sums"),
     "format": ("demonstration", "preference", "prompt", "unpaired"),
 }
 """What core has itself, by kind of plugin."""

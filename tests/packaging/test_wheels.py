@@ -32,9 +32,9 @@ def whole_site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    commands = ["doctor", "inspect", "launch", "plan", "push", "report", "runs"]
+    tools = ["card", "doctor", "inspect", "launch", "plan", "push", "report", "runs"]
     demos = ["arithmetic", "base", "equations", "ranked", "sums"]
-    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *commands, *demos])
+    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *tools, *demos])
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
@@ -92,7 +92,8 @@ from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
     records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
-    records |= {"demo": "rows", "kernels": "kernels", "media": "reader", "rollouts": "engine"}
+    records |= {"demo": "rows", "export": "write", "kernels": "kernels", "media": "reader"}
+    records |= {"rollouts": "engine"}
     of = records.get(plugin.kind)
     record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     object = load_object(record) if isinstance(record, str) else record

@@ -1,6 +1,7 @@
 """Stages 1 and 2 of a plugin: its record is loaded, then the objects that its strings name."""
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rlhf.plugin import (
     BackendPlugin,
     CommandPlugin,
     DemoPlugin,
+    ExportPlugin,
     ExtensionPlugin,
     FormatPlugin,
     KernelsPlugin,
@@ -23,7 +25,7 @@ from rlhf.plugin import (
     RolloutPlugin,
     TrainerPlugin,
 )
-from rlhf.registry.installed import Installed, NotInstalled, find, is_satisfied
+from rlhf.registry.installed import Installed, NotInstalled, find, installed, is_satisfied
 
 RECORDS: dict[str, Any] = {
     "trainer": TrainerPlugin,
@@ -32,6 +34,7 @@ RECORDS: dict[str, Any] = {
     "observer": ObserverPlugin,
     "command": CommandPlugin,
     "demo": DemoPlugin,
+    "export": ExportPlugin,
     "format": FormatPlugin,
     "kernels": KernelsPlugin,
     "media": MediaPlugin,
@@ -61,6 +64,14 @@ def check_trainer(trainer: Any, path: str) -> None:
         raise RLHFError(f"{path} is not a subclass of rlhf.trainer.Trainer")
     if missing := sorted(getattr(trainer, "__abstractmethods__", ())):
         raise RLHFError(f"{path} does not define {', '.join(missing)}")
+
+
+def complete_export(
+    folder: Path, run: Path, *, role: str = "policy", until: float = math.inf
+) -> None:
+    """Have every `ExportPlugin` add its files to the model folder `folder` of a run."""
+    for plugin in (each for each in installed() if each.kind == "export"):
+        load_object(load_record(plugin).write, plugin)(folder, run, role=role, until=until)
 
 
 def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:

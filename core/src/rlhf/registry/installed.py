@@ -21,6 +21,7 @@ GROUPS = {
     "rlhf.extensions": "extension",
     "rlhf.commands": "command",
     "rlhf.demos": "demo",
+    "rlhf.exports": "export",
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
     "rlhf.media": "media",

@@ -34,7 +34,6 @@ def drawn(toy: Path, install: Callable[..., Path]) -> None:
 
 
 def test_a_distribution_brings_rows_and_a_model(drawn: None) -> None:
-
     assert demo_plugin("demo:drawn").rows("eval", "prompt") == [{"text": "eval prompt"}]
     assert resolved("demo:drawn") == "/drawn"
     assert without_revisions("demo:drawn") == "the embedded model demo:drawn"

@@ -14,6 +14,7 @@ COPY plugins /src/plugins
 RUN pip install --no-cache-dir \
     /src/core \
     /src/plugins/kernels \
+    /src/plugins/demo \
     /src/plugins/distill \
     /src/plugins/rollouts \
     /src/plugins/deepspeed \

@@ -67,9 +67,9 @@ $(VENV)/.installed: Makefile requirements-dev.txt $(addsuffix /pyproject.toml,$(
 base: venv
 	mkdir -p build
 	$(BIN)/python -m rlhf_devkit.scratch build/scratch
-	$(BIN)/rlhf run sft core/src/rlhf/demo/base.yaml --overwrite
+	$(BIN)/rlhf run sft plugins/demo/src/rlhf_demo/base.yaml --overwrite
 	rm build/base/model/README.md
-	cp build/base/model/* core/src/rlhf/demo/base/
+	cp build/base/model/* plugins/demo/src/rlhf_demo/base/
 
 # The base model of `demo:shapes`, made again from random weights.
 shapes: venv

@@ -31,7 +31,7 @@ from model_folder import SHAPES, VOCABULARY, make
 from transformers import AutoTokenizer
 from workflows import TINY, Row, end_of, launched, make_weights, measured, shown
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.data.layout import steps as steps_of_epoch
 from rlhf.rollouts import ROLLOUTS
 from rlhf.train.rollout import DRAWN, seeds_of
@@ -62,7 +62,7 @@ def main() -> int:
     options = parse()
     options.output.mkdir(parents=True, exist_ok=True)
     texts = options.output / "texts.jsonl"
-    rows = demo.rows("arithmetic", "train", "demonstration")
+    rows = rlhf_demo.rows("arithmetic", "train", "demonstration")
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     vocabulary = options.vocabulary or (TINY if options.shape == "tiny" else VOCABULARY)
     make(options.output / "model", shape=options.shape, rows=texts, vocabulary=vocabulary)

@@ -39,7 +39,7 @@ from typing import Any
 
 from model_folder import SHAPES, VISION, VOCABULARY, make
 
-from rlhf import demo
+import rlhf_demo
 
 ADAPTED = {"sft", "dpo"}
 """Workflows that `--lora` is for."""
@@ -138,12 +138,18 @@ def parse() -> argparse.Namespace:
 
 def write_rows(options: argparse.Namespace) -> None:
     """One file for each workflow, in a shape that both sides read."""
-    pairs = read(options.pairs) if options.pairs else demo.rows("arithmetic", "train", "preference")
+    pairs = (
+        read(options.pairs)
+        if options.pairs
+        else rlhf_demo.rows("arithmetic", "train", "preference")
+    )
     pairs = [as_messages(row) for row in pairs]
     if options.shape in VISION:
         pairs = with_images(pairs, options.output / "images")
     steps = (
-        read(options.stepwise) if options.stepwise else demo.rows("arithmetic", "train", "stepwise")
+        read(options.stepwise)
+        if options.stepwise
+        else rlhf_demo.rows("arithmetic", "train", "stepwise")
     )
     images = [{"images": row["images"]} if "images" in row else {} for row in pairs]
     halves = [

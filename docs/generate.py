@@ -27,10 +27,11 @@ FOLDER = Path(__file__).parent
 WIDTH = 100
 FOR_PLUGINS = (
     *("plugin", "cli", "errors", "trainer", "formats", "scorer", "readouts", "engine", "kernels"),
-    *("rollouts", "preview", "demo"),
+    *("rollouts", "preview"),
 )
 LIBRARIES = (
-    *("rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models", "rlhf_devkit"),
+    *("rlhf_demo", "rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
+    "rlhf_devkit",
 )
 PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), *LIBRARIES)
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""

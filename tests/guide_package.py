@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import write_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide.md"
@@ -14,7 +14,7 @@ RATINGS = [
         "answer": row["messages"][1]["content"],
         "rating": 1 + number % 5,
     }
-    for number, row in enumerate(demo.rows("arithmetic", "train", "demonstration")[:29])
+    for number, row in enumerate(rlhf_demo.rows("arithmetic", "train", "demonstration")[:29])
 ]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from image_families import example_with_images, image_model
 from transformers import AutoTokenizer
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit.tiny import write_rows
 
 TRAINER = """
@@ -48,7 +48,7 @@ def write_run(name: str, folder: Path) -> list[str]:
     run on them."""
     causal, draw = image_model(name), np.random.default_rng(0)
     causal.save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(demo.base_model_folder()).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder()).save_pretrained(folder / "model")
     examples = [
         example_with_images(name, causal, draw, number % 4 == 0, 0, 0, lengths=(12, 6, 5))
         for number in range(12)

@@ -11,9 +11,9 @@ from typing import Any
 
 from attrs import frozen
 
-from rlhf.demo import rows
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
+from rlhf_demo import rows
 from rlhf_devkit import make_model, write_rows
 
 

@@ -97,7 +97,7 @@ plugin = RolloutPlugin(engine="my_engine:Mine", config=Settings, check=check)
 
 def test_an_engine_has_settings_of_its_own(toy: Path, install: Callable[..., Path]) -> None:
     install("rlhf-mine", {"rollouts": {"mine": "my_settings:plugin"}}, {"my_settings": SETTINGS})
-    words = ["--model", "demo:base", "--data", "demo:arithmetic", "--rollouts", "mine"]
+    words = ["--model", "tiny", "--data", "toys.jsonl", "--rollouts", "mine"]
 
     def read(*more: str) -> Any:
         return read_config("toy", overrides=[*words, *more]).config.rollouts
@@ -112,7 +112,7 @@ def test_an_engine_has_settings_of_its_own(toy: Path, install: Callable[..., Pat
     assert problem(lambda: read("--rollouts.mine.sped", "3")) == (
         "rollouts.mine.sped: unknown setting; did you mean rollouts.mine.speed?"
     )
-    assert problem(lambda: read("--rollouts.mine.speed", "10")) == "demo:base is not that fast"
+    assert problem(lambda: read("--rollouts.mine.speed", "10")) == "tiny is not that fast"
     assert read("--rollouts", "embedded").engine == "embedded"
 
 

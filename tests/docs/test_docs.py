@@ -19,10 +19,10 @@ from served import Served, serving
 from doc_blocks import FENCED, commands, in_place
 from guide_package import install_guide
 from rlhf.commands.main import main
-from rlhf.demo import rows
 from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
 from rlhf.train.fragments import SavedEngine
+from rlhf_demo import rows
 from rlhf_devkit import write_rows
 from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import TrainerConformance, column
 from rlhf_devkit.conformance import bench_of
 
@@ -34,7 +34,7 @@ NAMES = (
 CLASS = r"^class (\w+)\((?:Trainer|Draws)\)"
 QUESTIONS = [
     {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"], "share": 1}
-    for row in demo.rows("arithmetic", "train", "demonstration")[:29]
+    for row in rlhf_demo.rows("arithmetic", "train", "demonstration")[:29]
 ]
 IMAGES = [{"image": [0.1, 0.7, 0.2, number / 29]} for number in range(29)]
 

@@ -23,8 +23,6 @@ PUBLIC = tuple(
         *("engine", "kernels", "rollouts", "preview"),
     )
 )
-FOR_US = ("rlhf.demo",)
-"""Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""
 DEVKIT = ROOT / "plugins/devkit"
 """Its kits make and watch whole runs, so it may import all of core, of exactly one version."""
 BESIDE_CORE = ROOT / "plugins/kernels/tests"
@@ -35,7 +33,8 @@ FILES = [
     if not {DEVKIT, BESIDE_CORE} & {*path.parents}
 ]
 LIBRARIES = (
-    *("rlhf_devkit", "rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
+    *("rlhf_demo", "rlhf_devkit", "rlhf_distill"),
+    *("rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
 )
 """What distributions of others import beside core."""
 OURS = ("rlhf", *(name.partition(".")[0] for name in LIBRARIES))
@@ -63,7 +62,7 @@ def is_public(module: str) -> bool:
     """Return whether a plugin may import the module."""
     if module.removeprefix("rlhf.") in rlhf.__all__:  # `from rlhf import run`
         return True
-    return module in PUBLIC or any(module == own or module.startswith(f"{own}.") for own in FOR_US)
+    return module in PUBLIC
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "plugins")))
@@ -76,13 +75,12 @@ def test_what_others_write_imports_only_public_names(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
             module = importlib.import_module(str(node.module))
-            assert node.module in ("rlhf", *PUBLIC, *FOR_US, *LIBRARIES)
+            assert node.module in ("rlhf", *PUBLIC, *LIBRARIES)
             public = getattr(module, "__all__", vars(module))
             assert [each.name for each in node.names if each.name not in public] == []
 
 
 def test_an_internal_module_is_not_public() -> None:
-    assert is_public("rlhf.demo.arithmetic")
     assert not is_public("rlhf.data.batch")
     assert not is_public("rlhf.readouts.logprobs")
     assert not is_public("rlhf")

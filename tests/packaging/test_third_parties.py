@@ -28,7 +28,7 @@ OF_ONE_KIND = [tuple(name for name in KINDS if KINDS[name] == kind) for kind in 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheels of ours beside third-party packages."""
-    names = ("deepspeed", "devkit", "dpo", "optim", "rollouts", "sft", "torch")
+    names = ("deepspeed", "demo", "devkit", "dpo", "optim", "rollouts", "sft", "torch")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     wheels = build(tmp_path_factory.mktemp("wheels"), projects)
     return make_site(tmp_path_factory.mktemp("site"), wheels.values())

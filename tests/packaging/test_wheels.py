@@ -7,7 +7,7 @@ import pytest
 
 from wheel_sites import PROJECTS, build, make_site, python, required, rlhf, top_level
 
-INSTALLED = ("core", "deepspeed", "dpo", "kernels", "optim", "tools")
+INSTALLED = ("core", "deepspeed", "demo", "dpo", "kernels", "optim", "tools")
 """What a user of one trainer installs."""
 
 
@@ -32,8 +32,9 @@ def whole_site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    commands = ["doctor", "inspect", "launch", "plan", "push", "report", "runs"]
-    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *commands])
+    tools = ["card", "doctor", "inspect", "launch", "plan", "push", "report", "runs"]
+    demos = ["arithmetic", "base", "equations", "ranked", "sums"]
+    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *tools, *demos])
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
@@ -63,6 +64,17 @@ def test_a_trainer_that_is_not_installed_says_which_package_has_it(site: Path) -
     assert done.stderr.count("\n") == 1
 
 
+def test_a_demo_that_is_not_installed_says_which_package_has_it(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    site = make_site(tmp_path, [wheels[name] for name in INSTALLED if name != "demo"])
+    done = rlhf(site, "run", "dpo", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2, "error: demo 'base' is not installed (run `pip install rlhf-demo`); available: none\n"
+    )  # fmt: skip
+    assert not list(tmp_path.glob("runs/*"))
+
+
 def test_samples_without_an_engine_that_writes_them_name_the_package(
     site: Path, tmp_path: Path
 ) -> None:
@@ -80,7 +92,8 @@ from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
     records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
-    records |= {"demo": "rows", "kernels": "kernels", "media": "reader", "rollouts": "engine"}
+    records |= {"demo": "rows", "export": "write", "kernels": "kernels", "media": "reader"}
+    records |= {"rollouts": "engine"}
     of = records.get(plugin.kind)
     record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     object = load_object(record) if isinstance(record, str) else record

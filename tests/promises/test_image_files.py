@@ -15,7 +15,6 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from rlhf.cli import main
-from rlhf.demo import model_folder
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
 from rlhf.request.reader import read_config
@@ -23,6 +22,7 @@ from rlhf_devkit import column
 from rlhf_devkit.curves import weights, without_timings
 from rlhf_devkit.ranks import Ranks
 from rlhf_devkit.tiny import run
+from rlhf_vision.demo import model_folder
 from rlhf_vision.processor import load_processor
 
 BASE = "demo:shapes"
@@ -246,7 +246,7 @@ def test_the_loss_is_that_of_plain_transformers_and_the_export_opens_as_the_base
     folder = output / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = AutoImageProcessor.from_pretrained(folder)
-    base = AutoModelForImageTextToText.from_pretrained(model_folder(BASE), dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(model_folder(), dtype=torch.float32)
     expected = plain_loss(tmp_path / "data", base.eval(), tokenizer, processor)
     assert column(metrics, "loss")[0] == pytest.approx(expected, rel=1e-5)
     trained, opening = AutoModelForImageTextToText.from_pretrained(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import rlhf_demo
 from image_runs import TRAINER, write_run
-from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
@@ -100,7 +100,7 @@ def test_parts_that_only_images_reach_need_images(tmp_path: Path, trainer: str, 
 
 def test_a_teacher_that_reads_text_only_is_refused(tmp_path: Path, one: Ranks) -> None:
     words = [*write_run("LLaVA", tmp_path), "--output", str(tmp_path / "run")]
-    base = str(demo.base_model_folder())
+    base = str(rlhf_demo.base_model_folder())
     load = f'self.teacher = run.load("teacher", model=ModelConfig(path={base!r}), trained=False)'
     text = TRAINER.replace('self.reference = run.reference("cache")', load)
     file = tmp_path / "taught.py"

@@ -8,7 +8,7 @@ import pytest
 from attrs import field, frozen
 
 import sft_runs
-from rlhf.demo import rows
+from rlhf_demo import rows
 from rlhf_devkit.curves import Metrics, same_curve
 from rlhf_devkit.ranks import shared
 from rlhf_devkit.tiny import run, write_rows

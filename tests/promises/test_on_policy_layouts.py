@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from attrs import field, frozen
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import tiny
 from rlhf_devkit.curves import Metrics, column, same_curve
 from rlhf_devkit.ranks import shared
@@ -72,7 +72,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("on-policy layouts")
-    rows = demo.rows("arithmetic", "train", "prompt")
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")
     tiny.make_model(folder / "model", ends_answers=True)
     tiny.write_rows(folder / "train.jsonl", rows[:16])
     tiny.write_rows(folder / "eval.jsonl", rows[16:20])

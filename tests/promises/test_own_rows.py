@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data.tokenise import prepare
 from rlhf.errors import RLHFError
@@ -34,7 +34,7 @@ def test_a_trainer_tokenises_its_own_rows_and_its_errors_name_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
+    tokenizer = AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder())
     trainer = BestAnswer(None, tokenizer)
 
     def examples(row: dict[str, Any]) -> Any:

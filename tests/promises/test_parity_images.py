@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import demo
 from rlhf_devkit import column
 from rlhf_devkit.ranks import Ranks
 from rlhf_devkit.tiny import run, write_rows
+from rlhf_vision import demo
 
 PEER = json.loads((Path(__file__).parents[1] / "parity" / "images.json").read_text())
 
@@ -21,7 +21,7 @@ PEER = json.loads((Path(__file__).parents[1] / "parity" / "images.json").read_te
 def test_losses_and_gradients_of_rows_with_images_are_those_of_the_peer(
     tmp_path: Path, one: Ranks, trainer: str, format: str
 ) -> None:
-    rows = demo.rows("shapes", "train", format)[: PEER["rows"]]
+    rows = demo.rows("train", format)[: PEER["rows"]]
     file, expected = write_rows(tmp_path / "rows.jsonl", rows), PEER[trainer]
     words = [
         "--model", "demo:shapes", "--model.dtype", "fp32", "--data.train", str(file),

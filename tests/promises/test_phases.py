@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import sft_runs
-from rlhf.demo import rows
 from rlhf.engine import StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
+from rlhf_demo import rows
 from rlhf_devkit import write_rows
 from rlhf_devkit.ranks import Ranks
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend

@@ -1,6 +1,7 @@
 """What a finished run leaves for people: its summary, the model card, and what is uploaded."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,12 +16,12 @@ from huggingface_hub import ModelCard
 import sft_runs
 from hub_server import TOKEN, Hub, hub
 from rlhf.commands.main import main
-from rlhf.folder.card import name_of
 from rlhf.folder.run_folder import RunFolder
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
 from rlhf_devkit import make_model
 from rlhf_devkit.plain import PlainBackend
+from rlhf_tools.card import name_of
 from rlhf_tools.recorded import read_newest, read_run
 from sft_runs import Inputs
 
@@ -147,7 +148,7 @@ def test_an_adapter_s_card_says_how_peft_and_vllm_load_it_and_a_merged_one_is_pl
 def test_the_card_of_a_reward_model_names_its_class(
     run: Path, tmp_path: Path, task: str, kind: str, served: str
 ) -> None:
-    from rlhf.folder.card import write_card
+    from rlhf_tools.card import write_card
 
     copy = tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "model"))
@@ -157,7 +158,7 @@ def test_the_card_of_a_reward_model_names_its_class(
     config = yaml.safe_load((copy / "config.yaml").read_text())
     config["model"]["path"] = "Qwen/Qwen3-0.6B"
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
-    write_card(tmp_path, copy)
+    write_card(tmp_path, copy, role="policy", until=math.inf)
     text = (tmp_path / "README.md").read_text()
     assert f"{kind} trained with rlhf (trainer `sft`) from `Qwen/Qwen3-0.6B`" in text
     assert f"AutoModelFor{served}.from_pretrained(path)" in text
@@ -230,7 +231,7 @@ def test_a_refusal_of_the_hub_is_an_error_in_one_line(
 def test_the_card_of_a_trained_reward_model_opens_it(inputs: Inputs, tmp_path: Path) -> None:
     words = ["--model", str(make_model(tmp_path / "base")), "--model.dtype", "fp32"]
     words += ["--train.steps", "1", "--batch.size", "2", "--output", str(tmp_path / "run")]
-    from rlhf.demo import rows
+    from rlhf_demo import rows
     from rlhf_devkit import write_rows
 
     pairs = write_rows(tmp_path / "pairs.jsonl", rows("arithmetic", "train", "preference")[:4])

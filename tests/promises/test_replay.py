@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import layouts, run, tiny
 from rlhf_devkit.curves import same_curve, training, without_timings
 from rlhf_devkit.ranks import Ranks
@@ -22,7 +22,7 @@ def words_of(trainer: str) -> list[str]:
 def test_recorded_rollouts_give_one_curve_on_other_ranks_and_stages(
     trainer: str, one: Ranks, two: Ranks, tmp_path: Path
 ) -> None:
-    rows = demo.rows("arithmetic", "train", "prompt")[:8]
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")[:8]
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def few(completion_ids, **columns):\n    return [-len({*ids}) for ids in completion_ids]\n"

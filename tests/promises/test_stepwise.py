@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from word_rows import OfFormat, made, read, refusal, texts, user
 
-from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
 from rlhf.formats import read_row
 from rlhf.trainer import Example, Examples
+from rlhf_demo import base_model_folder
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.stepwise import label_per_token, stepwise
 

@@ -1,11 +1,11 @@
 """What the commands of other distributions use, without torch."""
 
 from rlhf.commands.main import main
+from rlhf.commands.table import print_table
 from rlhf.config.source_names import is_local
 from rlhf.config.structure import section_class, setting_name
 from rlhf.folder.disk import write_file
 from rlhf.folder.run_folder import EXTRA_FILE, is_running, model_folder, read_json, read_lines
-from rlhf.folder.template import filled, number, print_table
 from rlhf.launch.caches import cache_root
 from rlhf.launch.proxies import is_local_host
 from rlhf.registry.installed import (
@@ -23,7 +23,6 @@ __all__ = [
     "NotInstalled",
     "Request",
     "cache_root",
-    "filled",
     "find_backend",
     "flow",
     "installed",
@@ -36,7 +35,6 @@ __all__ = [
     "load_yaml",
     "main",
     "model_folder",
-    "number",
     "parse_yaml",
     "print_table",
     "read_json",

@@ -22,6 +22,7 @@ from rlhf.data.tokens import (
     render_prompt,
     render_text,
 )
+from rlhf.registry.imports import demo_maker
 
 __all__ = [
     "Answer",
@@ -36,6 +37,7 @@ __all__ = [
     "TreeImages",
     "Unencoded",
     "as_messages",
+    "demo_maker",
     "has",
     "join_paths",
     "missing_columns",

@@ -2,11 +2,11 @@
 `rlhf.kernels`."""
 
 from rlhf.data.packing import Spans, blank_batch
-from rlhf.model.accelerated import Kernels, RowKernel, Scan, compiles, setting
+from rlhf.model.accelerated import Kernels, RowKernel, compiles, setting
 from rlhf.model.masks import BLOCK, Scoring, Tree, TreeMask, scale_of
 from rlhf.model.parts import layers_of
 
 __all__ = [
-    "BLOCK", "Kernels", "RowKernel", "Scan", "Scoring", "Spans", "Tree", "TreeMask", "blank_batch",
+    "BLOCK", "Kernels", "RowKernel", "Scoring", "Spans", "Tree", "TreeMask", "blank_batch",
     "compiles", "layers_of", "scale_of", "setting",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DemoPlugin",
+    "ExportPlugin",
     "ExtensionPlugin",
     "FormatPlugin",
     "KernelsPlugin",
@@ -164,7 +165,7 @@ class FormatPlugin:
     `rlhf.formats`."""
     demo: str | None = None
     """Import string of `demo(problem, draw)`, which returns a row in this format made of a
-    `rlhf.demo.Problem`, with a `random.Random`: the rows of `demo:arithmetic`."""
+    `rlhf_demo.Problem` of rlhf-demo, with a `random.Random`: the rows of `demo:arithmetic`."""
 
 
 @documented
@@ -178,6 +179,18 @@ class DemoPlugin:
     """Returns the folder of the model."""
     settings: Callable[[str], dict[str, Any]]
     """`settings(trainer)` returns those of a run on the rows for which the user names no model."""
+
+
+@documented
+@frozen(kw_only=True)
+class ExportPlugin:
+    """What adds files to model folders, found under `rlhf.exports`, such as the model card."""
+
+    write: str
+    """Import string of `write(folder, run, *, role, until)`, called when the model of `role` in
+    `folder` is complete: in a run, by `rlhf export` and, for the adapter of a run, `rlhf merge`.
+    The run in the folder `run` had trained it up to the step `until`, or to its end if that is
+    infinite."""
 
 
 @documented

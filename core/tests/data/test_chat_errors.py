@@ -7,7 +7,7 @@ import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, TALK, read, tokenizer_of
 from transformers import AutoTokenizer
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf.model import tokenizer as tokenizers
 
@@ -148,7 +148,7 @@ def prompt_of(template: str | None, *messages: Any) -> str:
 
 
 def demo_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo.base_model_folder())
+    return AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder())
 
 
 @pytest.mark.parametrize("template", [None, LLAMA3, CHATML, INTERPOLATED])

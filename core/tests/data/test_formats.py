@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 from word_rows import TOKENIZER, WHERE
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.data.formats import FORMATS, read_rows
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
@@ -49,8 +49,8 @@ def test_no_distribution_may_use_the_name_of_a_format_of_core(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_demo_has_rows_of_every_format(format: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
-    raw = [(WHERE, row) for row in demo.rows("arithmetic", "eval", format)]
+    tokenizer = AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder())
+    raw = [(WHERE, row) for row in rlhf_demo.rows("arithmetic", "eval", format)]
     rows = read_rows(format, raw, Reader(tokenizer))
     assert [len(found) for found in rows] == [1] * 200
     if format == "prompt":
@@ -72,7 +72,7 @@ def real_rows(name: str) -> list[dict[str, Any]]:
 
 
 def real_trees(format: str, rows: list[dict[str, Any]]) -> tuple[Any, list[list[Row]]]:
-    tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
+    tokenizer = AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder())
     raw = [(f"{WHERE} {number}", row) for number, row in enumerate(rows)]
     return tokenizer, read_rows(format, raw, Reader(tokenizer))
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry
 from rlhf.data.example import Example
 from rlhf.data.tokenise import prepare
@@ -37,7 +37,7 @@ def made(format: str, entry: DataEntry) -> tuple[list[Row], Any, Any]:
     trainer_class = type("OfFormat", (Plain,), {"row_format": format, "seen": []})
     data = DataConfig(train=(entry,), max_tokens=1 << 14, processes=1)
     config = Config(data=data, batch=BatchConfig(tokens=1 << 14))
-    tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
+    tokenizer = AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder())
     trainer = trainer_class(None, tokenizer)
     examples = prepare(config, trainer, tokenizer, which="train")
     return trainer.seen, examples, tokenizer

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from engines import BareEngine
+from families import random_model
 
 from rlhf.config.sections import ModelConfig
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Axis, Mesh
 from rlhf.errors import RLHFError
-from rlhf.model import accelerated
+from rlhf.model import accelerated, packed
 from rlhf.model.accelerated import (
     advice,
     check_layers,
@@ -22,6 +24,8 @@ from rlhf.model.accelerated import (
     kernels_on,
     recompute_levels,
 )
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import choose_path
 from rlhf.registry.gateway import build_gateways
 from rlhf.registry.installed import find_kernels
 from rlhf.request.reader import read_config
@@ -186,3 +190,24 @@ def test_compile_is_refused_for_recurrent_layers_before_weights_are_read(tmp_pat
     assert str(caught.value) == (
         "model.kernels compile cannot compile recurrent layers (conv); remove model.kernels compile"
     )
+
+
+def test_a_state_cannot_be_divided() -> None:
+    check_packed("tree", "", ModelConfig(), Axis(), ["conv"])
+    with pytest.raises(RLHFError) as error:
+        check_packed("tree", "", ModelConfig(), Axis(size=2), ["conv"])
+    assert str(error.value) == (
+        "sequence ranks cannot divide the state of recurrent layers (conv); set sequence_parallel "
+        "to 1"
+    )
+
+
+def test_without_kernels_a_model_with_recurrent_layers_runs_padded_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed, "installed_kernels", lambda: None)
+    module = PackedModel(random_model("Bamba"))
+    choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
+    assert (choice.path, choice.reason) == (
+        "padded", "it has recurrent layers (linear_attention), and no kernels are installed"
+    )  # fmt: skip

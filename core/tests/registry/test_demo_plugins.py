@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import demo
 from rlhf.config.sections import DataEntry
 from rlhf.config.source_names import without_revisions
+from rlhf.data.files import Source
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import resolved
+from rlhf.registry.imports import demo_plugin
 from rlhf.request.reader import read_config
 
 DRAWN = """
@@ -33,10 +34,9 @@ def drawn(toy: Path, install: Callable[..., Path]) -> None:
 
 
 def test_a_distribution_brings_rows_and_a_model(drawn: None) -> None:
-    assert demo.rows("drawn", "eval", "prompt") == [{"text": "eval prompt"}]
+    assert demo_plugin("demo:drawn").rows("eval", "prompt") == [{"text": "eval prompt"}]
     assert resolved("demo:drawn") == "/drawn"
     assert without_revisions("demo:drawn") == "the embedded model demo:drawn"
-    assert resolved("demo:base") == resolved("demo:arithmetic") == str(demo.base_model_folder())
 
 
 def test_without_a_model_its_settings_hold_below_the_users(drawn: None) -> None:
@@ -51,13 +51,25 @@ def test_without_a_model_its_settings_hold_below_the_users(drawn: None) -> None:
 
 
 def test_a_demo_that_is_not_installed_is_named_with_its_package(drawn: None) -> None:
-    available = "arithmetic, base, equations, ranked, sums, drawn (rlhf-drawn 1.0)"
-    text = f"demo 'shapes' is not installed (run `pip install rlhf-vision`); available: {available}"
+    text = (
+        "demo 'shapes' is not installed (run `pip install rlhf-vision`); "
+        "available: drawn (rlhf-drawn 1.0)"
+    )
     for call in (
-        lambda: demo.rows("shapes", "train", "prompt"),
+        lambda: Source(DataEntry(path="demo:shapes"), "train", "prompt").digest(),
         lambda: resolved("demo:shapes"),
         lambda: read_config("toy", overrides=["--data", "demo:shapes"]),
     ):
         with pytest.raises(RLHFError) as caught:
             call()
         assert str(caught.value) == text
+
+
+def test_a_trainer_whose_demo_is_not_installed_names_its_package(toy: Path) -> None:
+    demo = "model: {path: 'demo:base'}\ndata: {train: 'demo:arithmetic'}\n"
+    (toy / "toy.yaml").write_text(demo)
+    with pytest.raises(RLHFError) as error:
+        read_config("toy")
+    assert str(error.value) == (
+        "demo 'base' is not installed (run `pip install rlhf-demo`); available: none"
+    )

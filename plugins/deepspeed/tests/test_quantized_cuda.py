@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.demo import base_model_folder
+from rlhf_demo import base_model_folder
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("bitsandbytes") is None,

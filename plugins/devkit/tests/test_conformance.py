@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import Other, TrainerConformance
 from rlhf_devkit.bench import NUM_STEPS, Bench
@@ -299,7 +299,7 @@ def test_the_kit_detects_a_run_that_only_fails_in_bf16() -> None:
 
 def test_too_few_rows_are_an_error(tmp_path: Path) -> None:
     class Few(Sound):
-        rows = demo.rows("arithmetic", "train", "demonstration")[:28]
+        rows = rlhf_demo.rows("arithmetic", "train", "demonstration")[:28]
 
     with pytest.raises(AssertionError) as error:
         bench_of(Few, tmp_path)

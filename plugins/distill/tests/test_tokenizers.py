@@ -11,9 +11,9 @@ from attrs import frozen
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
-from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
+from rlhf_demo import base_model_folder
 from rlhf_distill.teachers import shared_tokens
 
 

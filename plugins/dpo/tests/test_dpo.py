@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from attrs import frozen
 
-from rlhf.demo import rows
+from rlhf_demo import rows
 from rlhf_devkit import Other, Ranks, TrainerConformance, column, tiny
 
 LN_2 = math.log(2)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 from attrs import frozen
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import Other, TrainerConformance, tiny
 from rlhf_devkit.curves import same_curve
@@ -72,7 +72,7 @@ class Inputs:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("grpo")
-    train = demo.rows("arithmetic", "train", "prompt")
+    train = rlhf_demo.rows("arithmetic", "train", "prompt")
     words = [
         "--model", str(tiny.make_model(folder / "model")), "--model.dtype", "fp32",
         "--data.train", str(tiny.write_rows(folder / "train.jsonl", train[:8])),

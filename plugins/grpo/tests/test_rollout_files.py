@@ -8,7 +8,7 @@ import pytest
 from attrs import frozen
 from grpo_recordings import Recording, table
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import tiny
 from rlhf_devkit.curves import Metrics, training, weights, without_timings
@@ -40,7 +40,7 @@ class Inputs:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("rollouts")
-    rows = demo.rows("arithmetic", "train", "prompt")
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")
     tiny.make_model(folder / "model", ends_answers=True)
     tiny.write_rows(folder / "train.jsonl", rows[:8])
     tiny.write_rows(folder / "eval.jsonl", rows[8:14])
@@ -249,7 +249,7 @@ def test_a_row_whose_prompt_has_changed_is_named(
 ) -> None:
     train = inputs.folder / "train.jsonl"
     lines = train.read_text()
-    rows = demo.rows("arithmetic", "train", "prompt")
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")
     try:
         tiny.write_rows(train, [*rows[:6], rows[9], rows[7]])
         error = refusal(inputs, tmp_path / "run", "--rollouts.replay", str(recording.folder))

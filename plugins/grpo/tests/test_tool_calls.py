@@ -9,7 +9,7 @@ import pytest
 from attrs import frozen
 from grpo_recordings import Recording, table
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import tiny
 from rlhf_devkit.curves import Metrics, same_curve, training, weights, without_timings
@@ -44,7 +44,7 @@ class Inputs:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("tools")
-    rows = demo.rows("arithmetic", "train", "prompt")
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")
     tiny.make_model(folder / "model", ends_answers=True)
     (folder / "template.jinja").write_text(grpo_calls.CHAT_TEMPLATE)
     tiny.write_rows(folder / "train.jsonl", rows[:8])

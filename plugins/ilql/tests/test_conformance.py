@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import NUM_HELD_OUT, NUM_ROWS, TrainerConformance
 
 
 def rewarded() -> list[dict[str, Any]]:
     """Demo rows with fewer answers in some, and with rewards of any size."""
-    made = demo.rows("arithmetic", "train", "rewarded")[: NUM_ROWS + NUM_HELD_OUT]
+    made = rlhf_demo.rows("arithmetic", "train", "rewarded")[: NUM_ROWS + NUM_HELD_OUT]
     for number, row in enumerate(made):
         kept = 1 + number % 3
         row["completions"] = row["completions"][:kept]

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
 from rlhf.formats import read_row
 from rlhf.trainer import Row
+from rlhf_demo import base_model_folder
 from rlhf_plugin_ilql.rewarded import rewarded
 
 TOKENIZER = AutoTokenizer.from_pretrained(base_model_folder())

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import column, layouts, read_config, shared, tiny, without_timings
 
@@ -31,7 +31,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
     folder = tmp_path_factory.mktemp("teachers")
     student = tiny.make_model(folder / "student", ends_answers=True)
     teacher = tiny.make_model(folder / "teacher", seed=1, ends_answers=True)
-    rows = demo.rows("arithmetic", "train", "demonstration")
+    rows = rlhf_demo.rows("arithmetic", "train", "demonstration")
     train = tiny.write_rows(folder / "train.jsonl", rows[:10])
     held_out = tiny.write_rows(folder / "eval.jsonl", rows[10:13])
 

@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from rlhf.model import recurrent
+from rlhf.model.accelerated import installed_kernels
 from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, gradients, tree_batch
-from rlhf_kernels import scans
+from rlhf_kernels import recurrent, scans
 from rlhf_kernels.scans import INITIAL, LIBRARIES, Scans
 
 RAGGED = ("Qwen3.5", "Kimi Linear")
@@ -32,8 +32,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Function]]
     function."""
 
     def replaced(made: Callable[[str], Function]) -> None:
-        chosen = Scans()
-        monkeypatch.setattr(recurrent, "kernel", lambda name, device: chosen.choose)
+        monkeypatch.setattr(installed_kernels(), "scans", Scans())
+        monkeypatch.setattr(recurrent, "fused_on", lambda kind: True)
         monkeypatch.setattr(scans, "load", lambda module, name: made(name))
 
     return replaced
@@ -217,13 +217,15 @@ def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rehearsal_keeps_what_a_library_keeps(name: str, use: Any) -> None:
+def test_a_rehearsal_keeps_what_a_library_keeps(
+    name: str, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = module_of(name).to("meta", torch.bfloat16)
     batch = tree_batch().to(torch.device("meta"))
     kept = []
-    for chosen in (Scans().choose, lambda *_: None):
-        use(not_there)
-        recurrent.kernel = lambda name, device, chosen=chosen: chosen  # type: ignore[assignment]
+    use(not_there)
+    for by_library in (True, False):
+        monkeypatch.setattr(recurrent, "fused_on", lambda kind, own=by_library: own)
         sizes: list[int] = []
 
         def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf.trainer import Answer, Example
 from rlhf_devkit import pack, tiny, weighted_loss
@@ -191,7 +191,7 @@ def test_rows_too_few_for_the_estimate_of_kl_are_refused_before_anything_loads(
     tmp_path: Path,
 ) -> None:
     words = tiny.short_run(tmp_path, "unpaired")
-    (row, *_) = demo.rows("arithmetic", "eval", "unpaired")
+    (row, *_) = rlhf_demo.rows("arithmetic", "eval", "unpaired")
     held_out = tiny.write_rows(tmp_path / "one.jsonl", [row])
     words += ["--data.eval", str(held_out), "--output", str(tmp_path / "run")]
     with pytest.raises(RLHFError) as error:

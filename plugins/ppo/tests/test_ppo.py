@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf.trainer import Example, Sample
 from rlhf_devkit import Other, TrainerConformance, tiny
@@ -80,7 +80,7 @@ class Inputs:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("ppo")
-    rows = demo.rows("arithmetic", "train", "prompt")
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")
     model = tiny.make_model(folder / "model")
     words = [
         "--model", str(model), "--model.dtype", "fp32",

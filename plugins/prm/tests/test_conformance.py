@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import NUM_HELD_OUT, NUM_ROWS, Other, TrainerConformance
 
 
 def soft() -> list[dict[str, Any]]:
     """Demo rows with labels between the classes, and one that is not known."""
-    made = demo.rows("arithmetic", "train", "stepwise")[: NUM_ROWS + NUM_HELD_OUT]
+    made = rlhf_demo.rows("arithmetic", "train", "stepwise")[: NUM_ROWS + NUM_HELD_OUT]
     for number, row in enumerate(made):
         row["labels"] = [0.2 + 0.7 * label for label in row["labels"]]
         if number % 5 == 0:

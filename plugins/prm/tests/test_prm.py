@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
 from rlhf.readouts import Head
 from rlhf.trainer import Answer
+from rlhf_demo import base_model_folder
 from rlhf_devkit import pack, read_config, step_metrics, weighted_loss
 from rlhf_plugin_prm import measures
 from rlhf_plugin_prm.config import PRMConfig

@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import NUM_HELD_OUT, NUM_ROWS, TrainerConformance
 
 
 def ranked() -> list[dict[str, Any]]:
     """Demo pairs with a third answer, whose rank lies between, before or beside the others'."""
     made = []
-    for number, row in enumerate(demo.rows("arithmetic", "train", "preference")):
+    for number, row in enumerate(rlhf_demo.rows("arithmetic", "train", "preference")):
         answers = [*(row[name][-1]["content"] for name in ("chosen", "rejected")), "No idea."]
         ranks = [[1, 3, 2], [2, 3, 1], [1, 2, 2]][number % 3]
         made.append(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import make_model, run, write_rows
 from rlhf_rollouts.reward_models import example_of, mean_and_deviation
@@ -31,7 +31,7 @@ def test_a_reward_model_scores_as_plain_transformers_does(
     monkeypatch.setenv("REWARD_MODEL", str(folder))
     monkeypatch.setenv("SCORES", str(tmp_path / "scores.npz"))
     rows = write_rows(
-        tmp_path / "rows.jsonl", demo.rows("arithmetic", "train", "demonstration")[:4]
+        tmp_path / "rows.jsonl", rlhf_demo.rows("arithmetic", "train", "demonstration")[:4]
     )
     words = [
         "--model", str(make_model(tmp_path / "policy")), "--model.dtype", "fp32", "--data.train",

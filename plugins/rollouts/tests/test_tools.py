@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.trainer import Example, Sample
+from rlhf_demo import base_model_folder
 from rlhf_rollouts.settings import Tools
 from rlhf_rollouts.tools.calling import Calling
 from rlhf_rollouts.tools.offer import offer

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf.cli import main, number
+from rlhf.cli import main
 from rlhf_tools.chart import chart, smoothed, thinned, ticks
 from rlhf_tools.recorded import read_newest, read_run
+from rlhf_tools.template import number
 
 GIB = 2**30
 HOSTILE = "</pre><script>alert(1)</script>"

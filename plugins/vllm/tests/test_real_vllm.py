@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import tiny
 
 ENVIRONMENT = os.environ.get("RLHF_VLLM")
@@ -30,7 +30,7 @@ def test_a_started_vllm_has_the_weights_of_each_step(
         "def low(completions, completion_ids, **columns):\n"
         "    return [-float(sum(token > 100 for token in ids)) for ids in completion_ids]\n"
     )
-    rows = demo.rows("arithmetic", "train", "prompt")[:8]
+    rows = rlhf_demo.rows("arithmetic", "train", "prompt")[:8]
     words = [
         "--model", str(model), "--model.dtype", "fp32", "--data.workers", "0",
         "--data.train", str(tiny.write_rows(tmp_path / "train.jsonl", rows)),

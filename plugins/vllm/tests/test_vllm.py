@@ -24,7 +24,7 @@ from attrs import field, frozen
 from fake_vllm import GENERATE, FakeVLLM, Fault, Handler, serving, wait_until
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.cli import main
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import MEASURED
@@ -51,7 +51,7 @@ class Inputs:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("vllm")
-    train = demo.rows("arithmetic", "train", "prompt")
+    train = rlhf_demo.rows("arithmetic", "train", "prompt")
     model = tiny.make_model(folder / "model", ends_answers=True)
     (folder / "rewards.py").write_text(
         "def short(completions, completion_ids, **columns):\n"

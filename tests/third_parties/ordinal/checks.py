@@ -7,9 +7,9 @@ from rlhf_trainer_ordinal.rows import rated
 from rlhf_trainer_ordinal.trainer import log_likelihood
 from transformers import AutoTokenizer
 
-from rlhf.demo import base_model_folder, rows
 from rlhf.errors import RLHFError
 from rlhf.formats import read_row
+from rlhf_demo import base_model_folder, rows
 from rlhf_devkit import TrainerConformance
 
 

@@ -4,9 +4,9 @@ import random
 from functools import partial
 from typing import Any
 
-from rlhf.demo import Problem
 from rlhf.errors import RLHFError
 from rlhf.formats import Columns, Reader, Unencoded, has, join_paths, missing_columns, render_text
+from rlhf_demo import Problem
 
 
 def rated(row: Columns, reader: Reader) -> list[Unencoded]:

@@ -29,7 +29,6 @@ def merge_command(source: str, output: str) -> int:
     # late: start-up time
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf.folder.card import write_card
     from rlhf.folder.disk import new_folder
     from rlhf.folder.run_folder import holds_run
     from rlhf.model.adapters import adapter_settings, merged
@@ -37,6 +36,7 @@ def merge_command(source: str, output: str) -> int:
     from rlhf.model.extra import exported_extra, save_extra
     from rlhf.model.save import PROCESSOR_FILES, save_weights
     from rlhf.model.stored import damaged_file
+    from rlhf.registry.imports import complete_export
 
     disable_progress_bar()
     with new_folder(Path(output)) as target:
@@ -53,7 +53,7 @@ def merge_command(source: str, output: str) -> int:
             if (adapter / name).is_file():
                 shutil.copyfile(adapter / name, target / name)
         if holds_run(adapter.parent):
-            write_card(target, adapter.parent)
+            complete_export(target, adapter.parent)
     print(f"merged {adapter} into {settings.base_model_name_or_path} and wrote {output}")
     return 0
 

@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 
 import attrs
 
+from rlhf.commands.table import print_table
 from rlhf.errors import RLHFError
-from rlhf.folder.template import print_table
 from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 
@@ -82,6 +82,8 @@ def _check(plugin: Installed) -> None:
             load_object(path, plugin)
     elif plugin.kind == "demo":
         load_record(plugin)
+    elif plugin.kind == "export":
+        load_object(load_record(plugin).write, plugin)
     elif plugin.kind == "kernels":
         from rlhf.model.accelerated import load_kernels  # late: start-up time
 

@@ -1,4 +1,4 @@
-"""Sources of rows: files, folders, hub names and the embedded demo, read as Arrow tables through
+"""Sources of rows: files, folders, hub names and demos, read as Arrow tables through
 `datasets`, which is imported only then, for start-up time."""
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rlhf.data.file_types import PLACE, TEXT, TYPES, read_files, suffix_of
 from rlhf.data.folders import Folder, load_dataset
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import sha256
+from rlhf.registry.imports import demo_plugin
 
 if TYPE_CHECKING:
     import datasets
@@ -135,10 +136,8 @@ class Source:
         return RLHFError(f"{self._setting}: {text}")
 
     def _demo_rows(self) -> list[dict[str, Any]]:
-        from rlhf import demo
-
         split = self.entry.split or self.which
-        return demo.rows(self.entry.path.removeprefix(DEMO), split, self.format)
+        return demo_plugin(self.entry.path).rows(split, self.format)
 
 
 def without_nulls(value: Any) -> Any:

@@ -18,9 +18,8 @@ from rlhf.config.source_names import DEMO
 from rlhf.data.columns import Columns
 from rlhf.data.example import Example
 from rlhf.data.tokens import Unencoded
-from rlhf.demo import model_folder
 from rlhf.errors import RLHFError
-from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.imports import demo_plugin, load_object, load_record
 from rlhf.registry.installed import NotInstalled, find
 
 COLUMNS = ("image", "images")
@@ -110,7 +109,7 @@ class Images:
             ) from None
         model = self.model
         if model.path.startswith(DEMO):
-            model = evolve(model, path=str(model_folder(model.path)))
+            model = evolve(model, path=str(demo_plugin(model.path).model_folder()))
         made: ImageReader = load_object(load_record(plugin).reader, plugin)(model, self.tokenizer)
         return made
 

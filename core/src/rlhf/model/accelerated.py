@@ -1,13 +1,12 @@
 """The one door to fused and compiled layers, attention and readouts: the distribution found under
 `rlhf.kernels`. Without one, everything runs in plain torch."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
@@ -32,17 +31,6 @@ class RowKernel(Protocol):
         """Compute attention: query [1, heads, T, C], key [1, KV heads, T, C] and value [1, KV
         heads, T, D] -> [1, heads, T, D]. On the meta device nothing is computed, and as much is
         kept for backward."""
-
-
-@documented
-@frozen
-class Scan:
-    """A library's form of a scan that transformers has in plain torch."""
-
-    run: Callable[..., Any]
-    """Has the arguments and results of the torch function."""
-    ragged: bool
-    """Whether it also takes `cu_seqlens` [S + 1], the offsets of sequences in a row [1, T]."""
 
 
 @documented
@@ -76,12 +64,14 @@ class Kernels(Protocol):
         """Return what computes attention of a row, in layers with or without a window. Called
         outside of the layers, which may be compiled or recomputed."""
 
-    def scan(
-        self, name: str, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Scan | None:
-        """Return the scan `name` of recurrent layers, `own` in plain torch, for arguments like
-        these; None if no installed library gives its values and gradients. On the meta device
-        nothing is computed, and as much is kept for backward."""
+    def computes_trees(self, model: Any) -> bool:
+        """Return whether the recurrent layers of a transformers model can compute trees, on any
+        device."""
+
+    def run_trees(self, model: Any) -> Callable[[Tree], Any]:
+        """Have those layers compute trees; may be repeated. Returns what makes of the trees of a
+        row the decoder's `seq_idx`. On the meta device nothing is computed, and as much is kept for
+        backward."""
 
     def rehearsing(self) -> AbstractContextManager[Collection[Any]]:
         """Note the kinds of attention that rows on the meta device have in the body, as picklable

@@ -27,6 +27,7 @@ from rlhf.model.task import (
     written_class,
 )
 from rlhf.model.tying import is_tied, separate, untie
+from rlhf.registry.imports import demo_plugin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -254,9 +255,7 @@ def resolved(path: str, setting: str = "model.path") -> str:
     """Return the folder of a model, or its name on the hub. Raises RLHFError for a local path
     that is not a folder."""
     if path.startswith(DEMO):
-        from rlhf.demo import model_folder
-
-        return str(model_folder(path))
+        return str(demo_plugin(path).model_folder())
     if not path:
         raise RLHFError("model.path is empty; pass a model folder or a name on the hub")
     check_not_missing(path, setting)

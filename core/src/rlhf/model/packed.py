@@ -14,12 +14,11 @@ from rlhf.data.batch import TOKEN_INPUTS, PackedBatch
 from rlhf.engine import Axis, Readout
 from rlhf.errors import RLHFError
 from rlhf.model import attention
-from rlhf.model.accelerated import kernels_on
+from rlhf.model.accelerated import installed_kernels, kernels_on
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import LogitForm, read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import configs_of_towers, decoder, image_reader, unwrapped
-from rlhf.model.recurrent import Segments, computes_trees, run_trees
 from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
 from rlhf.model.sequence import all_rows, part_of_rank
@@ -111,9 +110,8 @@ class PackedModel(nn.Module):
         assert path in get_args(PathName), path
         self._path: PathName = path
         ours = path in ("tree", "packed") and takes_our_attention(self.causal) is None
-        self._has_states = ours and bool(recurrent_layers(self.causal))
-        if self._has_states:
-            run_trees(self.causal)
+        kernels = installed_kernels() if ours and recurrent_layers(self.causal) else None
+        self._states = kernels.run_trees(self.causal) if kernels else None
         implementation = attention.NAME if ours else self.default_attention
         if self.causal.config._attn_implementation != implementation:
             self.causal.set_attn_implementation(implementation)
@@ -204,7 +202,7 @@ class PackedModel(nn.Module):
         size = len(batch.tokens)
         own = part_of_rank(size, axis)
         tree = Tree(batch, axis)
-        states = {"seq_idx": Segments(tree)} if self._has_states else {}
+        states = {"seq_idx": self._states(tree)} if self._states else {}
         of_tokens = {n: batch.inputs[n][None] for n in TOKEN_INPUTS if n in batch.inputs}
         hidden = self.backbone(
             input_ids=batch.tokens[None, own],
@@ -312,8 +310,10 @@ def takes_our_attention(causal: Any) -> str | None:
     """Return why a model cannot run packed rows, under our attention; None if it can."""
     kinds = set(getattr(causal.config.get_text_config(), "layer_types", None) or ())
     recurrent = recurrent_layers(causal)
-    if recurrent and not computes_trees(causal):
-        return f"it has recurrent layers ({', '.join(recurrent)})"
+    kernels = installed_kernels()
+    if recurrent and (kernels is None or not kernels.computes_trees(causal)):
+        missing = ", and no kernels are installed" if kernels is None else ""
+        return f"it has recurrent layers ({', '.join(recurrent)}){missing}"
     if sparse := sorted(kinds & SPARSE_LAYERS):
         return f"it has sparse attention ({', '.join(sparse)})"
     if not causal._can_set_attn_implementation():

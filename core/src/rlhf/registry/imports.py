@@ -1,19 +1,22 @@
 """Stages 1 and 2 of a plugin: its record is loaded, then the objects that its strings name."""
 
 import importlib
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from rlhf.config.source_names import DEMO
 from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import (
     BackendPlugin,
     CommandPlugin,
     DemoPlugin,
+    ExportPlugin,
     ExtensionPlugin,
     FormatPlugin,
     KernelsPlugin,
@@ -22,7 +25,7 @@ from rlhf.plugin import (
     RolloutPlugin,
     TrainerPlugin,
 )
-from rlhf.registry.installed import IN_CORE, Installed, NotInstalled, find, is_satisfied
+from rlhf.registry.installed import Installed, NotInstalled, find, installed, is_satisfied
 
 RECORDS: dict[str, Any] = {
     "trainer": TrainerPlugin,
@@ -31,6 +34,7 @@ RECORDS: dict[str, Any] = {
     "observer": ObserverPlugin,
     "command": CommandPlugin,
     "demo": DemoPlugin,
+    "export": ExportPlugin,
     "format": FormatPlugin,
     "kernels": KernelsPlugin,
     "media": MediaPlugin,
@@ -62,6 +66,14 @@ def check_trainer(trainer: Any, path: str) -> None:
         raise RLHFError(f"{path} does not define {', '.join(missing)}")
 
 
+def complete_export(
+    folder: Path, run: Path, *, role: str = "policy", until: float = math.inf
+) -> None:
+    """Have every `ExportPlugin` add its files to the model folder `folder` of a run."""
+    for plugin in (each for each in installed() if each.kind == "export"):
+        load_object(load_record(plugin).write, plugin)(folder, run, role=role, until=until)
+
+
 def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:
     """Return the path of the trainer's demo YAML, in the folder of the module of its record."""
     if record.demo is None:
@@ -69,9 +81,20 @@ def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:
     return Path(str(sys.modules[plugin.value.partition(":")[0]].__file__)).with_name(record.demo)
 
 
-def demo_plugin(name: str) -> DemoPlugin | None:
-    """Return the record of `demo:NAME` if it is a plugin's, None if it is core's."""
-    return None if name in IN_CORE["demo"] else load_record(find("demo", name))
+def demo_plugin(path: str) -> DemoPlugin:
+    """Return the record of `path`, which is `demo:NAME`."""
+    record: DemoPlugin = load_record(find("demo", path.removeprefix(DEMO)))
+    return record
+
+
+def demo_maker(format: str) -> Callable[..., dict[str, Any]]:
+    """Return `FormatPlugin.demo` of a plugin's row format."""
+    plugin = find("format", format)
+    path = load_record(plugin).demo
+    if path is None:
+        raise RLHFError(f"{plugin} has no demo rows; give data.train files of your own")
+    maker: Callable[..., dict[str, Any]] = load_object(path, plugin)
+    return maker
 
 
 def load_object(path: str, plugin: Installed | None = None) -> Any:

@@ -21,6 +21,7 @@ GROUPS = {
     "rlhf.extensions": "extension",
     "rlhf.commands": "command",
     "rlhf.demos": "demo",
+    "rlhf.exports": "export",
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
     "rlhf.media": "media",
@@ -40,7 +41,6 @@ SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "re
 """Core's sections and the flags of `rlhf run`."""
 IN_CORE: Mapping[str, Collection[str]] = {
     "command": CORE_COMMANDS,
-    "demo": ("arithmetic", "base", "equations", "ranked", "sums"),
     "format": ("demonstration", "preference", "prompt", "unpaired"),
 }
 """What core has itself, by kind of plugin."""

@@ -28,7 +28,7 @@ from rlhf.plugin import BackendPlugin, RolloutPlugin, TrainerPlugin
 from rlhf.registry.imports import demo_file, demo_plugin, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
-from rlhf.request.rules import contradictions, missing_inputs
+from rlhf.request.rules import check_demos, contradictions, missing_inputs
 from rlhf.request.settings_tree import (
     load_demo,
     load_recorded,
@@ -127,13 +127,15 @@ def read_config(
     demo = no_model and "train" not in tree["data"]
     tree = merge(cls, load_demo(demo_file(trainer, plugin) if demo else None), tree)
     rows = str(as_mapping(DataEntry, tree["data"].get("train")).get("path"))
-    if no_model and rows.startswith(DEMO) and (other := demo_plugin(rows.removeprefix(DEMO))):
-        tree = merge(cls, other.settings(trainer.name), tree)
+    if no_model and rows.startswith(DEMO):
+        tree = merge(cls, demo_plugin(rows).settings(trainer.name), tree)
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or section}
     checks = record.check, plugin.check if inputs else None, engine[1].check if engine else None
     config = _checked(cls, tree, checks, inputs=inputs)
+    if inputs:
+        check_demos(config)
     return Request(
         name=trainer.name,
         config=config,

@@ -3,9 +3,10 @@
 import attrs
 
 from rlhf.config.sections import Config, OptimConfig
-from rlhf.config.source_names import without_revisions
+from rlhf.config.source_names import DEMO, without_revisions
 from rlhf.errors import nearest
 from rlhf.plugin import broken_rules
+from rlhf.registry.installed import find
 
 
 def contradictions(config: Config) -> list[str]:
@@ -92,3 +93,10 @@ def missing_inputs(config: Config) -> list[str]:
         ),
         ("data.train is missing; pass --data FILE_OR_HUB_NAME", not config.data.train),
     )
+
+
+def check_demos(config: Config) -> None:
+    """Raise RLHFError for the first demo that is not installed, before anything loads."""
+    for path in (config.model.path, *(entry.path for entry in config.data.train)):
+        if path.startswith(DEMO):
+            find("demo", path.removeprefix(DEMO))

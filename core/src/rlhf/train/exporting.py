@@ -16,7 +16,6 @@ from rlhf.config.sections import ModelConfig
 from rlhf.config.structure import structure
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, listed
-from rlhf.folder.card import write_card
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
 from rlhf.folder.run_folder import logged
@@ -33,7 +32,7 @@ from rlhf.model.save import (
 from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import BackendGateway
-from rlhf.registry.imports import load_object
+from rlhf.registry.imports import complete_export, load_object
 from rlhf.request.reader import read_config
 from rlhf.train.fragments import SavedEngine
 from rlhf.train.session import Session
@@ -62,7 +61,7 @@ def _export(session: Session, role: str) -> None:
         if writes and isinstance(engine.module, PackedModel):
             usage = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
             _add_tokenizer_and_config(part, engine.module, session.trainer.tokenizer, usage)
-            write_card(part, session.record.folder, role=role)
+            complete_export(part, session.record.folder, role=role)
     session.mesh.barrier()
 
 
@@ -138,7 +137,7 @@ def write_model(folder: Path, target: Path, role: str = POLICY) -> None:
     _add_tokenizer_and_config(
         target, module, tokenizer, _usage(trainer, role, request.name, newest)
     )
-    write_card(target, run, role=role, until=step_of(folder))
+    complete_export(target, run, role=role, until=step_of(folder))
 
 
 def _plain_model(spec: ModelSpec, weights: Mapping[str, Tensor]) -> PackedModel:

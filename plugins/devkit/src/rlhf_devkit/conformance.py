@@ -23,7 +23,7 @@ import torch
 import yaml
 from attrs import frozen
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.config.field_docs import documented, field_docs
 from rlhf.config.structure import setting_name
 from rlhf.registry.imports import load_object
@@ -285,7 +285,7 @@ def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:
     chosen = [] if kit.backend is None else ["--backend", kit.backend]
     request = read_config(kit.trainer, overrides=chosen, inputs=False)
     kind = load_object(request.plugin.trainer)
-    rows = kit.rows or demo.rows("arithmetic", "train", kind.row_format or "raw")
+    rows = kit.rows or rlhf_demo.rows("arithmetic", "train", kind.row_format or "raw")
     needed = NUM_ROWS + NUM_HELD_OUT
     assert len(rows) >= needed, (
         f"{kit.trainer}: the tests train on {NUM_ROWS} rows and hold out {NUM_HELD_OUT}; give "

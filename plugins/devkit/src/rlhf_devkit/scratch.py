@@ -1,6 +1,6 @@
 """Make the folder from which the base model of the demo is trained: `python -m rlhf_devkit.scratch
 FOLDER` writes the model's configuration and a byte-level tokenizer made from the demo's own text.
-`demo/base.yaml` of the core is the recipe."""
+`base.yaml` of rlhf-demo is the recipe."""
 
 import sys
 from functools import cache
@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from rlhf.demo import arithmetic
+from rlhf_demo import problems
 
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 TEMPLATE = (
@@ -54,7 +54,7 @@ def _trained_tokenizer() -> str:
         vocab_size=320, special_tokens=list(SPECIAL), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    text = (f"{item.question}\n{item.solution}" for item in arithmetic.problems("train"))
+    text = (f"{item.question}\n{item.solution}" for item in problems("train"))
     tokenizer.train_from_iterator(text, trainer)
     return tokenizer.to_str()
 

@@ -18,7 +18,7 @@ from attrs import field, frozen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.commands.main import main
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
@@ -98,7 +98,7 @@ def short_run(folder: Path, format: str) -> list[str]:
 @cache
 def _demo_rows(format: str) -> Sequence[Mapping[str, Any]]:
     """Return the demo's first rows in a row format. All of them are made, which takes a while."""
-    return demo.rows("arithmetic", "train", format)[:29]
+    return rlhf_demo.rows("arithmetic", "train", format)[:29]
 
 
 def run(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf.demo import LOG_RATIOS, print_before_and_after
+from rlhf_demo import LOG_RATIOS, print_before_and_after
 
 ACCURACY = {"rewards/accuracies": ("reward accuracy", "8.1%")}
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf import demo
-from rlhf.demo import print_before_and_after
+import rlhf_demo
+from rlhf_demo import print_before_and_after
 from rlhf_plugin_ilql.generation import Guided
 
 SHOWN = {
@@ -24,7 +24,7 @@ def report(config: Any, folder: Path) -> None:
 
 def accuracies(folder: Path) -> dict[float, float]:
     """Return for each of BETAS the share of held-out sums whose most likely answer is right."""
-    guided, rows = Guided(folder), demo.rows("arithmetic", "eval", "rewarded")
+    guided, rows = Guided(folder), rlhf_demo.rows("arithmetic", "eval", "rewarded")
     prompts = [row["prompt"] for row in rows]
     right = [row["completions"][row["rewards"].index(1.0)] for row in rows]
     shares = {}

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf.demo import print_before_and_after
+from rlhf_demo import print_before_and_after
 
 SHOWN = {
     "kl": ("KL(teacher, student), nats per token", "8.3f"),

@@ -1,7 +1,7 @@
 """The kernels of this distribution behind the interface of `rlhf.kernels`. Those of the head are
 imported when they first run."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from rlhf.engine import fused_on
 from rlhf.hookspecs import Finding
-from rlhf.kernels import Scan, Tree
+from rlhf.kernels import Tree
 from rlhf.plugin import ModelConfig
-from rlhf_kernels import compiler, layers
+from rlhf_kernels import compiler, layers, recurrent
 from rlhf_kernels.attention import Attention, AttentionRow
 from rlhf_kernels.diagnosis import findings
 from rlhf_kernels.lora import fuse_adapters
+from rlhf_kernels.recurrent import Segments
 from rlhf_kernels.scans import Scans
 from rlhf_kernels.towers import fuse_tower
 from rlhf_kernels.tree import Heads
@@ -56,11 +57,14 @@ class TritonKernels:
         """Return what computes attention of a row."""
         return self.attention.row(tree, windowed=windowed)
 
-    def scan(
-        self, name: str, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Scan | None:
-        """Return a library's form of a scan of recurrent layers."""
-        return self.scans.choose(name, own, args, kwargs)
+    def computes_trees(self, model: Any) -> bool:
+        """Return whether the recurrent layers of a model can compute trees."""
+        return recurrent.computes_trees(model)
+
+    def run_trees(self, model: Any) -> Callable[[Tree], Segments]:
+        """Have recurrent layers compute trees, by a library's scan where one is installed."""
+        recurrent.run_trees(model)
+        return lambda tree: Segments(tree, self.scans)
 
     def rehearsing(self) -> AbstractContextManager[Collection[Heads]]:
         """Note the kinds of attention that are rehearsed in the body."""

@@ -18,7 +18,6 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rlhf.errors import first_line
-from rlhf.kernels import Scan
 from rlhf_kernels.meta import MetaConvolution, MetaScan
 
 AGREEMENT, AGREEMENT_FP32 = 2e-2, 2e-5
@@ -32,6 +31,15 @@ INITIAL = {"output_final_state": "initial_state", "return_final_states": "initia
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
 """The arguments of a scan by the names that the torch function has for them."""
+
+
+class Scan(NamedTuple):
+    """What computes a convolution or a scan, with the arguments and results of the torch
+    function."""
+
+    run: Callable[..., Any]
+    ragged: bool
+    """Whether it also takes `cu_seqlens` [S + 1], the offsets of sequences in a row [1, T]."""
 
 
 class Library(NamedTuple):

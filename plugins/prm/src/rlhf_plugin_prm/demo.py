@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from rlhf.demo import Problem
+from rlhf_demo import Problem
 
 LARGEST = 99
 

@@ -4,8 +4,8 @@ probabilities."""
 from pathlib import Path
 from typing import Any
 
-from rlhf import demo
-from rlhf.demo import print_before_and_after
+import rlhf_demo
+from rlhf_demo import print_before_and_after
 from rlhf_plugin_prm.scorer import Scorer
 
 SHOWN = {
@@ -21,7 +21,7 @@ def report(config: Any, folder: Path) -> None:
     that each of their steps is right."""
     print_before_and_after(folder, "held-out steps", SHOWN)
     scorer = Scorer(folder / "model")
-    rows = demo.rows("arithmetic", "eval", "stepwise")
+    rows = rlhf_demo.rows("arithmetic", "eval", "stepwise")
     for right in (True, False):
         row = next(row for row in rows if all(row["labels"]) == right)
         print(f"\n> {row['prompt'].strip()}\np(right)  is     step")

@@ -4,8 +4,8 @@ rewards."""
 from pathlib import Path
 from typing import Any
 
-from rlhf import demo
-from rlhf.demo import print_before_and_after
+import rlhf_demo
+from rlhf_demo import print_before_and_after
 from rlhf_plugin_rm.scorer import Scorer
 
 SHOWN = {
@@ -21,7 +21,7 @@ def report(config: Any, folder: Path) -> None:
     highest first."""
     print_before_and_after(folder, "held-out answers", SHOWN)
     scorer = Scorer(folder / "model")
-    for row in demo.rows("ranked", "eval", "preference")[:SAMPLES]:
+    for row in rlhf_demo.rows("ranked", "eval", "preference")[:SAMPLES]:
         rewards = scorer.rewards(row["prompt"], row["answers"])
         print(f"\n> {row['prompt'].strip()}\n reward  rank  answer")
         for reward, rank, answer in sorted(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.demo import Problem, base_model_folder, print_before_and_after, problems
+from rlhf_demo import Problem, base_model_folder, print_before_and_after, problems
 
 NUM_PROBLEMS = 100
 SAMPLES = 3

@@ -1,9 +1,9 @@
-"""Records and arguments of the commands before and after runs."""
+"""Records and arguments of the commands before and after runs, and the record of the model card."""
 
 from argparse import ArgumentParser
 from pathlib import Path
 
-from rlhf.plugin import CommandPlugin, positive
+from rlhf.plugin import CommandPlugin, ExportPlugin, positive
 
 PORT = 29500
 """torchrun's default for the port of the rendezvous."""
@@ -118,3 +118,4 @@ launch_plugin = CommandPlugin(
     arguments=launch_arguments,
     takes="run",
 )
+card_plugin = ExportPlugin(write="rlhf_tools.card:write_card")

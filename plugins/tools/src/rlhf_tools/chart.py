@@ -7,8 +7,8 @@ from operator import itemgetter
 
 from attrs import frozen
 
-from rlhf.cli import number
 from rlhf_tools.recorded import Curve
+from rlhf_tools.template import number
 
 WIDTH, HEIGHT = 520, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 30, 10, 28

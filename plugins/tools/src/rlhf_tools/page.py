@@ -8,10 +8,11 @@ from typing import Any
 
 from attrs import define
 
-from rlhf.cli import filled, leaves
+from rlhf.cli import leaves
 from rlhf.hookspecs import CORE_METRICS
 from rlhf_tools import chart
 from rlhf_tools.recorded import Recorded
+from rlhf_tools.template import filled
 
 GIB = 2**30
 MOST_PICTURES = 2**22

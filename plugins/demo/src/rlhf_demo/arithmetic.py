@@ -7,6 +7,8 @@ from typing import Any
 
 from attrs import frozen
 
+from rlhf.plugin import documented
+
 LARGEST = 99
 QUESTIONS = ("What is {}?", "Compute {}.", "Work out {}.", "How much is {}?")
 SIZES = {"train": 4000, "eval": 200}
@@ -15,17 +17,21 @@ EVAL_SHARE = 20
 sides."""
 
 
+@documented
 @frozen
 class Problem:
     """A chain of additions and subtractions that never leaves 0 to 99."""
 
     question: str
+    """A sentence that asks for its result."""
     steps: tuple[str, ...]
     """Each worked step, `12 + 7 = 19`, then the sentence with the answer."""
     answer: int
+    """The result."""
 
     @property
     def solution(self) -> str:
+        """The steps, one per line."""
         return "\n".join(self.steps)
 
 

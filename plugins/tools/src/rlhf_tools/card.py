@@ -13,10 +13,9 @@ from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from rlhf.cli import EXTRA_FILE, load_yaml, read_json, read_lines
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import EXTRA_FILE, logged, read_json
-from rlhf.folder.template import filled
-from rlhf.request.settings_tree import load_yaml
+from rlhf_tools.template import filled
 
 LEFT_OUT = ("output", "observers", "checkpoint", "extensions")
 """Sections that do not say how the model came about."""
@@ -36,12 +35,10 @@ NEEDS_MERGE = ("use_dora", "modules_to_save", "target_parameters")
 """Settings of an adapter that vLLM does not read."""
 
 
-def write_card(
-    folder: Path, run: Path, *, role: str = "policy", until: float = float("inf")
-) -> None:
-    """Write the card of the model in `folder`, which the run in `run` had trained up to the step
-    `until`."""
-    text = card(run, folder, role, logged(run, until=until))
+def write_card(folder: Path, run: Path, *, role: str, until: float) -> None:
+    """Write the card of the model in `folder`: see `rlhf.plugin.ExportPlugin`."""
+    records = [line for line in read_lines(run / "metrics.jsonl") if line is not None]
+    text = card(run, folder, role, [line for line in records if line["step"] <= until])
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -1,7 +1,6 @@
-"""Templates of Jinja, such as the model card, and how rlhf writes numbers."""
+"""Templates of Jinja, such as the model card, and how they and tables write numbers."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,3 @@ def number(value: object) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2e}" if size < 1e-4 else f"{value:.4g}"
-
-
-def print_table(table: Sequence[Sequence[str]]) -> None:
-    """Print lines of columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  ".join(map(str.ljust, line, widths)).rstrip())

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf.devices import on_device
-from rlhf.model.accelerated import Scan, kernel
-from rlhf.model.masks import Tree
+from rlhf.engine import fused_on, on_device
+from rlhf.kernels import Tree
+from rlhf_kernels.scans import Scan, Scans
 
 CONVOLUTION = "causal_conv1d_fn"
 SCANS = {
@@ -57,7 +57,8 @@ class Group(NamedTuple):
 class Segments:
     """The segments of a packed row's trees, in the order of the row; the decoder's `seq_idx`."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, scans: Scans) -> None:
+        self.scans = scans
         self.segments = list(segments_of(tree))
         self.num_tokens = len(tree.owner)
         self.device = tree.owner.device
@@ -220,8 +221,9 @@ def scan_of(
     """Return what computes the convolution or scan `name`, `own` in transformers."""
     # transformers may have chosen a library itself, whose backward nothing has tried.
     own = inspect.unwrap(own)
-    choose = kernel("scan", segments.device)
-    found = None if choose is None else choose(name, own, args, kwargs)
+    found = None
+    if fused_on(segments.device.type):
+        found = segments.scans.choose(name, own, args, kwargs)
     return found or Scan(own, ragged=False)
 
 

@@ -66,6 +66,11 @@ PATCHES = (
         gain="with fused norms and gates 100 -> 30 ms a step",
     ),
     Patch(
+        file="towers.py", target="family[ROTARY]", library="transformers, the module of a family",
+        reason="the rotary embedding of a tower is a function of the module, too",
+        gain="with patches as one product 683 -> 635 ms a step of dpo with images, in two calls",
+    ),
+    Patch(
         file="compiler.py", target="dynamo.recompile_limit", library="torch",
         reason="one function has a compiled form for each kind of layer and mode; torch would fall "
         "back to eager after 8",

@@ -324,6 +324,7 @@ class Run(Protocol):
         extra: Mapping[str, Tensor | Average] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
+        first_step: int = 0,
     ) -> Engine:
         """Load a model and return its engine. Collective.
 
@@ -338,6 +339,10 @@ class Run(Protocol):
         the configuration has one. `task` is what its head predicts: the vocabulary, scores per
         answer, or scores per token; by default it has one of them per answer, or two per token;
         `labels` sets another number. With `dropout=False` the model's own dropout is removed.
+
+        With a `first_step`, so many steps of the run leave the model as it is, whatever the loss
+        has for it: no weight or state of its optimizer changes. Its learning rate follows its
+        schedule over the steps after them.
 
         `extra` are parameters of the trainer by name, with their first values. A readout gets them
         as `head.extra[name]`. They are trained, sharded, saved and exported with the model, also

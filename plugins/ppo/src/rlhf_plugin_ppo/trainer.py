@@ -38,6 +38,7 @@ class PPOTrainer(OnPolicyTrainer):
         super().__init__(config, tokenizer)
         self.beta = config.kl.beta
         """The coefficient of KL in the next rollout."""
+        self.first_step = config.critic.warmup
 
     def setup(self, run: Run) -> None:
         super().setup(run)

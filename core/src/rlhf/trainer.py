@@ -27,6 +27,7 @@ T = TypeVar("T")
 __all__ = [
     "Answer",
     "Average",
+    "Classifier",
     "Example",
     "Examples",
     "Loss",
@@ -44,6 +45,19 @@ __all__ = [
     "prompt_inputs",
     "with_answers",
 ]
+
+
+@documented
+@frozen(kw_only=True)
+class Classifier:
+    """A head with which a trainer loads the model of the configuration."""
+
+    task: Literal["sequence", "token"]
+    """As in `Run.load`."""
+    labels: int | None = None
+    """As in `Run.load`."""
+    otherwise: str = ""
+    """What else a user can do whose model's family has no such head, such as `set ...`."""
 
 
 @documented
@@ -186,6 +200,11 @@ class Trainer(abc.ABC):
     def check_examples(self, examples: Examples) -> None:
         """Raise RLHFError for rows that the trainer cannot be run with. Called before `setup` with
         the rows to train on, and with the held-out ones if there are any."""
+
+    def classifiers(self, config: Config) -> Sequence[Classifier]:
+        """Return the classifiers that `setup` makes of the model of `config`, the whole
+        configuration. A family without them is refused before rows are tokenised."""
+        return ()
 
     def remarks(self, examples: Examples) -> Sequence[str]:
         """Return lines about the training rows that the run prints before its first step."""

@@ -10,21 +10,58 @@ import torch
 from image_families import example_with_images, image_model
 
 from image_runs import TRAINER, as_row, write_run
+from rlhf.data.packing import has_images
 from rlhf.engine import GIB, Mesh
 from rlhf.memory.choice import AMPLE, choose
+from rlhf.memory.estimate import count_step
 from rlhf.memory.fit import StepFit
-from rlhf.memory.rehearsal import STRICT, largest
+from rlhf.memory.rehearsal import STRICT, Rehearsed, largest
 from rlhf.registry.gateway import build_gateways
 from rlhf.registry.installed import NotInstalled
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
 from rlhf.train.set_up import step_fit
+from rlhf.trainer import PackedBatch
 from rlhf_devkit.plain import PlainBackend
-from rlhf_devkit.tiny import step_memory, write_rows
+from rlhf_devkit.tiny import in_plain_torch, step_memory, write_rows
 
 MORE = partial(pytest.param, marks=pytest.mark.matrix)
 WHOLE = ("--model.train", "[language, projector, vision]")
 AGAIN = (*WHOLE, "--model.recompute", "full")
+
+WRITER = """
+from rlhf.readouts import token_logprobs
+from rlhf.trainer import Answer, Example, Loss, Term, Trainer, with_answers
+
+
+class Answering(Trainer):
+    row_format = None
+    length = 12
+
+    def example(self, row):
+        return with_answers(Example(row["prompt"], [], inputs=row["inputs"]), [])
+
+    def setup(self, run):
+        self.policy = run.load("policy")
+
+    def written(self, example):
+        answers = [Answer([7] * self.length)] * 3
+        values = {"drawn": [[0.0] * self.length] * 3, "advantage": [1.0] * 3}
+        return with_answers(example, answers, values)
+
+    def rollout_shape(self, examples, most):
+        return self.written(Example([0] * int(examples.prompt_lengths.max()), []))
+
+    def rollout(self, examples, step, seeds):
+        return [self.written(example) for example in examples]
+
+    def loss(self, batch):
+        ratio = self.policy(batch, token_logprobs)["logprobs"] - batch.values["drawn"][
+            batch.predict_at
+        ]
+        gain = ratio.exp() * batch.values["advantage"][batch.answer]
+        return Loss((Term(-gain.sum(), per="tokens"),))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +98,9 @@ def fit_of(trainer: str, words: list[str], memory: int = GIB) -> StepFit:
         MORE("Mistral 3", WHOLE),
         MORE("InternVL", WHOLE),
         MORE("LLaVA-OneVision", WHOLE),
+        MORE("Gemma 3", ()),
+        ("Gemma 3", WHOLE),
+        MORE("Gemma 3", AGAIN),
     ],
 )
 def test_a_step_with_images_takes_what_was_counted(
@@ -70,8 +110,58 @@ def test_a_step_with_images_takes_what_was_counted(
     words += ["--output", str(tmp_path / "run")]
     counted, taken = step_memory(trainer, words, str(tmp_path / "cache"))
     for estimate, measured in zip(counted, taken, strict=True):
-        # On the CPU attention keeps copies of keys and values that a fused kernel does not.
-        assert estimate <= measured <= 1.15 * estimate
+        # On the CPU attention keeps copies of keys and values that a fused kernel does not. An
+        # index of padded rows, of 8 bytes for each token, is only seen on the meta device.
+        assert estimate - 8 * 96 <= measured <= 1.15 * estimate
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A trainer that answers prompts."""
+    file = tmp_path_factory.mktemp("writer") / "answering.py"
+    file.write_text(WRITER)
+    return f"{file}:Answering"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Qwen2.5-VL", ()), ("Qwen3-VL", WHOLE), MORE("LLaVA", WHOLE), MORE("Gemma 3", WHOLE)],
+)
+def test_a_step_on_answers_to_images_takes_at_most_what_was_counted(
+    name: str, settings: tuple[str, ...], tmp_path: Path, writer: str
+) -> None:
+    """Also if the answers are short, so that more images fit into a micro-batch."""
+    words = [*write_run(name, tmp_path), "--batch.tokens", "160", "--batch.size", "6", *settings]
+    words += ["--output", str(tmp_path / "run")]
+    backend, session, fit = in_plain_torch(writer, words, str(tmp_path / "cache"))
+    assert isinstance(fit.rehearsed, Rehearsed), fit.rehearsed
+    most, order = fit.rehearsed.most, session.train_order
+    modules = [engine.module for engine in backend.engines]
+    session.train()
+    trainer: Any = session.trainer
+
+    def peak(batch: PackedBatch) -> int:
+        return count_step(trainer, batch, modules).peak()
+
+    bound, taken = max(map(peak, (most.loss, *most.others))), 0
+    # A prompt without the answers to it.
+    blank = min(len(example.prompt) for example in order.examples if has_images(example))
+    for step in range(2):
+        rows = order.rows(step)
+        for trainer.length in (1, 12):
+            made = trainer.rollout([order.examples[int(row)] for row in rows], step, [])
+            _, batches = order.step_of(made, rows)
+            assert {batch.blank for batch in batches} <= {0, blank}
+            taken = max(taken, *map(peak, batches))
+            held = sum(value.nbytes for batch in batches for value in batch.inputs.values())
+            assert 0 < held <= 1.15 * most.images
+    assert bound / 2 <= taken <= bound
+    short, text = most.others
+    # It has the images of more prompts than have room with whole answers.
+    assert short.num_examples > most.loss.num_examples
+    assert text.blank == blank
+    if settings:
+        assert fit.rehearsed.step.images > 0
 
 
 def test_the_tower_takes_more_if_it_is_trained(tmp_path: Path, trainer: str) -> None:
@@ -155,13 +245,6 @@ def test_the_line_has_a_part_for_images(tmp_path: Path, trainer: str) -> None:
     line = line_of("LLaVA", tmp_path, trainer)
     assert ", activations " in line
     assert ", images " in line
-
-
-def test_what_only_the_probe_can_know_is_not_estimated(tmp_path: Path, trainer: str) -> None:
-    assert line_of("Gemma 3", tmp_path, trainer) == (
-        "memory     not estimated: tokens of its images see later ones, so that its rows may be "
-        "padded (details: errors/rehearsal.txt)"
-    )
 
 
 def test_the_reader_of_images_knows_their_sizes(

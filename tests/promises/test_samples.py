@@ -199,9 +199,11 @@ def test_a_sample_is_shown_in_one_line() -> None:
     prompt = "You are a calculator that answers briefly.\nHow much is 3 + 4?"
     written = {"prompt": prompt, "answers": ["3 + 4 = 7\nThe answer is 7."]}
     assert sample_line(written) == (
-        "sample     ...rs briefly. How much is 3 + 4? -> 3 + 4 = 7 The answer is 7."
+        "sample     ...briefly. How much is 3 + 4? -> 3 + 4 = 7 The answer is 7."
     )
     rewarded = {"prompt": "3 + 4?", "answers": ["7", "8"], "scores": [1.25, -0.5]}
+    pictured = {**written, "prompt": "image 1 (a.png): 8 x 8 pixels\nWhat is it?", "images": ["x"]}
+    assert sample_line(pictured) == "sample     What is it? -> 3 + 4 = 7 The answer is 7."
     assert sample_line(rewarded) == "sample     3 + 4? -> 1.25: 7 | -0.5: 8"
     stepwise = {"prompt": "3 + 4?", "answers": ["a", "b"], "scores": [[0.9, 0.125], []]}
     assert sample_line(stepwise) == "sample     3 + 4? -> 0.125: a | -: b"

@@ -49,11 +49,19 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; its type's name if its own code fails to make one."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, cut at 200 characters unless it is an
     RLHFError; its type's name if it has no text. A line that ends with a colon introduces the next
     one, which is added to it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     line = " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")

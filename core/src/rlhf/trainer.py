@@ -27,6 +27,7 @@ T = TypeVar("T")
 __all__ = [
     "Answer",
     "Average",
+    "Classifier",
     "Example",
     "Examples",
     "Loss",
@@ -44,6 +45,19 @@ __all__ = [
     "prompt_inputs",
     "with_answers",
 ]
+
+
+@documented
+@frozen(kw_only=True)
+class Classifier:
+    """A head with which a trainer loads the model of the configuration."""
+
+    task: Literal["sequence", "token"]
+    """As in `Run.load`."""
+    labels: int | None = None
+    """As in `Run.load`."""
+    otherwise: str = ""
+    """What else a user can do whose model's family has no such head, such as `set ...`."""
 
 
 @documented
@@ -187,6 +201,11 @@ class Trainer(abc.ABC):
         """Raise RLHFError for rows that the trainer cannot be run with. Called before `setup` with
         the rows to train on, and with the held-out ones if there are any."""
 
+    def classifiers(self, config: Config) -> Sequence[Classifier]:
+        """Return the classifiers that `setup` makes of the model of `config`, the whole
+        configuration. A family without them is refused before rows are tokenised."""
+        return ()
+
     def remarks(self, examples: Examples) -> Sequence[str]:
         """Return lines about the training rows that the run prints before its first step."""
         return ()
@@ -324,6 +343,7 @@ class Run(Protocol):
         extra: Mapping[str, Tensor | Average] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
+        first_step: int = 0,
     ) -> Engine:
         """Load a model and return its engine. Collective.
 
@@ -338,6 +358,10 @@ class Run(Protocol):
         the configuration has one. `task` is what its head predicts: the vocabulary, scores per
         answer, or scores per token; by default it has one of them per answer, or two per token;
         `labels` sets another number. With `dropout=False` the model's own dropout is removed.
+
+        With a `first_step`, so many steps of the run leave the model as it is, whatever the loss
+        has for it: no weight or state of its optimizer changes. Its learning rate follows its
+        schedule over the steps after them.
 
         `extra` are parameters of the trainer by name, with their first values. A readout gets them
         as `head.extra[name]`. They are trained, sharded, saved and exported with the model, also

@@ -293,7 +293,9 @@ def test_values_of_a_rollout_are_in_the_step_that_is_counted(words: list[str]) -
 def test_the_parts_of_a_divided_example_are_micro_batches() -> None:
     made = Example([0] * 100, [Answer([0] * 500)] * 6)
     batch = SimpleNamespace(size=8, budget=1200)
-    order: Any = SimpleNamespace(config=SimpleNamespace(batch=batch), ranks=8, round_to=1)
+    order: Any = SimpleNamespace(
+        config=SimpleNamespace(batch=batch), ranks=8, round_to=1, examples=[made]
+    )
     largest = largest_made(order, made)
     # Two answers to a prompt at a time.
     assert (len(largest.loss.tokens), largest.loss.num_answers) == (1200, 2)

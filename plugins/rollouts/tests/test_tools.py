@@ -308,6 +308,15 @@ def test_calls_of_asynchronous_functions_run_at_the_same_time() -> None:
     ]  # fmt: skip
 
 
+def test_an_exception_without_a_text_ends_no_process() -> None:
+    functions = tuple(f"{FILE}:{name}" for name in ("unprintable", "add"))
+    with closing(calling(5.0, functions=functions)) as tools:
+        failed, other = tools.results([Call(0, "unprintable"), Call(1, "add", {"a": 1, "b": 2})])
+    assert (failed.kind, failed.text) == ("failed", "Unprintable")
+    assert failed.reason.startswith("raised Unprintable: Unprintable (tool_functions.py:")
+    assert other.value == "3"
+
+
 def test_calls_of_asynchronous_methods_run_one_after_the_other_for_each_answer() -> None:
     def note(answer: int, text: str) -> Call:
         return Call(answer, "note", {"text": text}, of_environment=True)

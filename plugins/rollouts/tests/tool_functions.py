@@ -210,3 +210,15 @@ class Diary:
     async def get_reward(self) -> float:
         await meet(2)
         return float(len(self.notes))
+
+
+class Unprintable(Exception):
+    """An exception whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def unprintable() -> None:
+    """Raise what cannot be printed."""
+    raise Unprintable

@@ -62,7 +62,12 @@ def test_every_kind_of_pixels_becomes_rgb_as_in_transformers(mode: str) -> None:
 
 def test_sixteen_bits_keep_their_upper_eight() -> None:
     image = Image.fromarray(np.array([[0, 255, 256, 65535]], np.uint16))
-    assert pixels(opened(encoded(image))) == [[[0] * 3, [0] * 3, [1] * 3, [255] * 3]]
+    expected = [[[0] * 3, [0] * 3, [1] * 3, [255] * 3]]
+    assert pixels(opened(encoded(image))) == expected
+    assert pixels(opened(encoded(image, "TIFF"))) == expected
+    grey = b"P5 4 1 65535 " + np.array([0, 255, 256, 65535], ">u2").tobytes()
+    assert Image.open(io.BytesIO(grey)).mode == "I"
+    assert pixels(opened(grey)) == expected
 
 
 def test_a_photo_is_turned_as_its_exif_data_say() -> None:
@@ -75,6 +80,12 @@ def test_a_photo_is_turned_as_its_exif_data_say() -> None:
 
 def test_a_gif_of_one_frame_is_an_image() -> None:
     assert opened(encoded(Image.new("P", (2, 2)), "GIF")).size == (2, 2)
+
+
+INTEGERS = (
+    "image 1 has integers of 32 bits or with a sign, and nothing says which of them is white; save "
+    "it with 8 or 16 bits, or set data.bad_images to drop"
+)
 
 
 def animation() -> bytes:
@@ -100,6 +111,8 @@ def animation() -> bytes:
             lambda: encoded(Image.new("F", (2, 2)), "TIFF"),
             "image 1 has pixels of floats; save it with 8 bits, or set data.bad_images to drop",
         ),
+        (lambda: encoded(Image.new("I", (2, 2), 100), "TIFF"), INTEGERS),
+        (lambda: Image.fromarray(np.array([[0, 100]], np.int32)), INTEGERS),
         (lambda: Image.new("RGB", (0, 3)), f"image 1 has 0 x 3 pixels; {REPLACE}"),
         (
             lambda: 3,

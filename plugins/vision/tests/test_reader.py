@@ -244,7 +244,7 @@ def test_unpaired_rows_and_pairs_of_text(tmp_path: Path, model: Path) -> None:
     pair = {"prompt": "<image>Who?", "chosen": "A cat.", "rejected": "A dog.", "image": "a.png"}
     first, second, *_ = prepared(model, [pair, *rows], tmp_path, "kto").train
     assert tokens_of(first).count(IMAGE) == tokens_of(second).count(IMAGE) == 20
-    (tree,) = prepared(model, [pair], tmp_path, "rm").train
+    (tree,) = prepared(model, [pair], tmp_path, "dpo").train
     assert [*map(int, tree.prompt)].count(IMAGE) == 20
     assert tree.inputs["pixel_values"].shape == (80, 96)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from rlhf_rollout_vllm.config import VLLMConfig, check
 from rlhf_rollout_vllm.engine import VLLM
 from rlhf_rollout_vllm.transfer import Transfer, WholeWeights, own_prefix
 from rlhf_rollouts.embedded import Embedded
+from rlhf_rollouts.tools.template import ToolTemplate, Turn
 
 
 @frozen
@@ -130,6 +131,51 @@ def test_two_ranks_with_divided_weights_get_the_curve_of_one(
         for name in MEASURED & line.keys():
             del line[name]
     same_curve(two, one)
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}"
+    "<|{{ 'user' if message.role == 'tool' else message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def read(self: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Turn:
+    """Count every second turn as a call: a model with random weights writes none."""
+    call = {"name": "twice", "arguments": {"number": len(tokens)}}
+    calls = [{"type": "function", "function": call}] if sum(tokens) % 2 else []
+    return Turn({"role": "assistant", "content": ""} | ({"tool_calls": calls} if calls else {}))
+
+
+def test_answers_in_several_turns_are_sent_as_the_tokens_that_were_drawn(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "tools.py").write_text(
+        "def twice(number: int) -> int:\n"
+        '    """Double a number.\n\n    Args:\n        number: A number.\n    """\n'
+        "    return 2 * number\n"
+    )
+    more = (
+        "--data.chat_template", str(tmp_path / "template.jinja"), "--data.max_tokens", "128",
+        "--grpo.tools", f"{tmp_path / 'tools.py'}:twice", "--grpo.max_new_tokens", "40",
+        "--grpo.stop", "'[aeiou]'",
+    )  # fmt: skip
+    with serving(inputs.model, limit=128) as fake, patch.object(ToolTemplate, "read", read):
+        curve = run(inputs, tmp_path / "run", fake.url, *more)
+    assert all(line["tools/call_frequency"] > 0 for line in curve)
+    assert all(line["tools/failure_frequency"] == 0 for line in curve)
+    # The trainer computes every turn as the server has, behind the results.
+    assert max(line["sampling/sampling_logp_difference/max"] for line in curve) < 1e-4
+    # All turns of a rollout are drawn with the same weights.
+    assert fake.calls.count("/finish_weight_update") == 2
+    prompts = [each["token_ids"] for each in fake.requests]
+    begun = [ids for ids in prompts if any(ids == other[: len(ids)] != other for other in prompts)]
+    assert len(begun) >= 4
 
 
 def test_weights_are_sent_once_for_each_rollout(inputs: Inputs, tmp_path: Path) -> None:

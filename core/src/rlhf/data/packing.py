@@ -96,9 +96,13 @@ def has_images(example: Example) -> bool:
 
 
 def blank_of(examples: Sequence[Example]) -> Example | None:
-    """Return the example with images that has the fewest tokens; None if no example has any."""
+    """Return the example with images that has the fewest tokens, of those made in the run without
+    answers of text; None if no example has any."""
     if not hasattr(examples, "lengths"):
-        return _smallest(examples)
+        found = _smallest(examples)
+        if found is None or SEGMENT_ROWS in found.inputs:
+            return found
+        return Example(found.prompt, (), inputs=prompt_inputs(found))
     if examples not in BLANKS:
         BLANKS[examples] = _smallest(examples)
     return BLANKS[examples]

@@ -20,13 +20,23 @@ from torch import Tensor, nn
 from rlhf.config.field_docs import documented
 from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch, map_tensors
-from rlhf.data.example import Example, num_tokens
+from rlhf.data.example import Answer, Example, num_tokens
 from rlhf.data.order import RunOrder, SurveyRows
-from rlhf.data.packing import as_array, blank_of, divided, pack
+from rlhf.data.packing import (
+    PER_TOKEN,
+    as_array,
+    blank_of,
+    divided,
+    kind_of,
+    pack,
+    prompt_inputs,
+    with_answers,
+)
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
 from rlhf.memory.estimate import CountedStep, Estimate, count_step
+from rlhf.model import attention
 from rlhf.model.architecture import DTYPES
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
@@ -129,8 +139,6 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     modules = [role.engine.module for role in run.roles.values()]
     reading: Any = nullcontext(run.move)
     if has_images := any(role.spec.image is not None for role in run.roles.values()):
-        if actor.needs_rollout():
-            raise UnknownError("its rollouts have images, whose sizes are not known without values")
         plugin = find("media", "images")
         reading = load_object(load_record(plugin).values, plugin)()
     with reading as run.move:
@@ -139,7 +147,16 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         def count(batch: PackedBatch) -> CountedStep:
             return count_step(actor, run.without_values(batch), modules, surveyed=seen)
 
-        steps = [(count(batch), batch) for batch in (most.loss, *most.others)]
+        try:
+            steps = [(count(batch), batch) for batch in (most.loss, *most.others)]
+        except attention.SeesLaterError:
+            # The start-up probe will find no better path.
+            for module in modules:
+                if isinstance(module, PackedModel):
+                    module.path = "padded"
+                    if module.default_attention == "sdpa":
+                        module.causal.set_attn_implementation(attention.NAME)
+            steps = [(count(batch), batch) for batch in (most.loss, *most.others)]
         step, batch = max(steps, key=lambda each: max(each[0].peak(), each[0].survey))
         if has_images:
             text = count(attrs.evolve(batch, inputs={}, input_rows={}))
@@ -160,6 +177,11 @@ class Largest:
     """With images: the micro-batches with most of both, and with the most images."""
     images: int = 0
     """The most bytes of images of a rank's step, all of whose micro-batches are on its device."""
+
+
+def num_bytes(example: Example) -> int:
+    """Return the bytes of the inputs of an example."""
+    return sum(as_array(part).nbytes for part in example.inputs.values())
 
 
 def made_of(trainer: Trainer, order: RunOrder) -> Example | None:
@@ -186,7 +208,7 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
     sizes = np.stack([examples.lengths, examples.input_bytes], axis=1)
     sums = np.array([sizes[rows].sum(0) for rows in each])
     if (blank := blank_of(examples)) is not None:
-        size = num_tokens(blank), sum(as_array(part).nbytes for part in blank.inputs.values())
+        size = num_tokens(blank), num_bytes(blank)
         sums[sums[:, 1] < size[1]] += size
     shares = sums / sums.max(0).clip(1)
     most, *others = dict.fromkeys((shares @ DIRECTIONS).argmax(0).tolist())
@@ -202,19 +224,57 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
 
 
 def largest_made(order: RunOrder, made: Example) -> Largest:
-    """Return as many examples like `made` as a rank has in a step, or as fill the budget."""
-    budget = order.config.batch.budget
+    """Return as many examples like `made` as a rank has in a step, or as fill the budget. With
+    images there are others: with the images of the prompt that brings most of them; with answers of
+    a token, so that more images fit; and of text with the blank, if some prompts have no images."""
+    examples, budget = order.examples, order.config.batch.budget
     parts = divided(made, budget)
     own = -(-order.config.batch.size * len(parts) // order.ranks)
-    made = max(parts, key=num_tokens)
-    fitting = max(1, min(own, budget // num_tokens(made)))
-    examples = [made] * fitting
+    made, size = max(parts, key=num_tokens), 0
+    batches = [filled(order, made, own)]
+    if (blank := blank_of(examples)) is not None:
+        fitting = (budget // (examples.prompt_lengths + len(made.answers))).clip(1, own)
+        place = int((fitting * examples.input_bytes).argmax())
+        size = own * int(examples.input_bytes[place])
+        tree = with_answers(examples[place], made.answers, made.values)
+        whole = with_text(tree, len(made.prompt) - len(tree.prompt))
+        batches = [filled(order, each, own) for each in (whole, with_short_answers(tree))]
+        if examples.input_bytes.min() < num_bytes(blank):
+            none = {name: value[:0] for name, value in prompt_inputs(blank).items()}
+            text = with_answers(Example([], [], inputs=none), made.answers, made.values)
+            batches.append(filled(order, with_text(text, len(made.prompt)), own, blank))
+    accumulates = own > batches[0].num_examples
+    return Largest(
+        loss=batches[0], others=batches[1:], survey=None, accumulates=accumulates, images=size
+    )
+
+
+def filled(order: RunOrder, tree: Example, own: int, blank: Example | None = None) -> PackedBatch:
+    """Return as many examples like `tree` as fit into the budget, up to `own`. Text is what smaller
+    examples would fill up."""
+    budget = order.config.batch.budget
+    fitting = max(1, min(own, budget // num_tokens(tree)))
+    examples = [tree] * fitting
     if fitting < own:
-        # Smaller examples would fill what these leave.
-        rest = max(0, budget - fitting * num_tokens(made))
-        examples[0] = attrs.evolve(made, prompt=[*made.prompt, *[0] * rest])
-    batch = pack(examples, range(fitting), round_to=order.round_to, at_most=budget)
-    return Largest(loss=batch, survey=None, accumulates=own > fitting)
+        examples[0] = with_text(tree, budget - fitting * num_tokens(tree))
+    examples += [] if blank is None else [blank]
+    return pack(examples, range(fitting), round_to=order.round_to, at_most=budget)
+
+
+def with_text(example: Example, length: int) -> Example:
+    """Return an example whose prompt has so many more tokens of text."""
+    more, answers = [0] * length, (len(answer.tokens) for answer in example.answers)
+    inputs = prompt_inputs(example, len(more), *answers)
+    return attrs.evolve(example, prompt=[*example.prompt, *more], inputs=inputs)
+
+
+def with_short_answers(example: Example) -> Example:
+    """Return an example with the first token of each answer."""
+    values = {
+        name: [row[:1] for row in value] if kind_of(value) == PER_TOKEN else value
+        for name, value in example.values.items()
+    }
+    return with_answers(example, [Answer([0]) for _ in example.answers], values)
 
 
 def on_meta(module: nn.Module, dtype: torch.dtype) -> nn.Module:

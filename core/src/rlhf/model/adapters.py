@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.accelerated import compiles, setting
-from rlhf.model.parts import outside
+from rlhf.model.parts import output_layer, outside
 from rlhf.model.router import routers_of
 from rlhf.model.save import without_values
 from rlhf.model.stored import ADAPTER_FILES, damaged_file
@@ -86,7 +86,7 @@ def name_base(settings: PeftConfig, causal: Any, model: ModelConfig) -> None:
 def check_head(folder: str, causal: Any, *, was_tied: bool) -> None:
     """Raise RLHFError if an existing adapter changes the logits other than through the hidden
     states and the head's weight, from which losses compute them."""
-    head = causal.get_output_embeddings()
+    head = output_layer(causal)
     if isinstance(head, BaseTunerLayer | TrainableTokensWrapper):
         problem = "adapts the output head, whose adapter would not affect the log-probabilities"
     elif was_tied and tied_head(causal) is None:
@@ -110,7 +110,7 @@ def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
 
 def tied_head(causal: Any) -> nn.Parameter | None:
     """Return the weight that is both input embedding and output head; None if there is none."""
-    head = causal.get_output_embeddings()
+    head = output_layer(causal)
     weight = causal.get_input_embeddings().weight
     return weight if head is not None and head.weight is weight else None
 
@@ -181,14 +181,14 @@ def merged(adapted: Any) -> Any:
     """Return the base with its adapter merged into its weights. If the adapter changes only one of
     an embedding and the head that share a weight, these become separate."""
     causal = adapted.get_base_model()
-    head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
+    head, embedding = output_layer(causal), causal.get_input_embeddings()
     is_adapted = any(hasattr(module, "base_layer") for module in (head, embedding))
     if is_adapted and tied_head(causal) is not None:
         # The adapter is added in place, and the other module keeps the base's values.
         getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.detach().clone())
     with quiet_transformers():
         whole = adapted.merge_and_unload()
-    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+    head, embedding = output_layer(whole), whole.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
         untie(whole.config)
         whole.all_tied_weights_keys = {}
@@ -347,7 +347,7 @@ def head_name(causal: Any) -> str:
     """Return the last part of the output head's module name."""
     if labels := label_head(causal):
         return labels[0]
-    head = causal.get_output_embeddings()
+    head = output_layer(causal)
     return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]
 
 

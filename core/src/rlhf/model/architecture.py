@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import DEMO, check_model_folder, check_not_missing, local_path
 from rlhf.errors import RLHFError, first_line, listed
-from rlhf.model.parts import decoder
+from rlhf.model.parts import decoder, output_layer
 from rlhf.model.stored import damaged_file, model_files, stored_weights
 from rlhf.model.task import (
     FORMS,
@@ -240,7 +240,7 @@ def check_writes_text(causal: Any, model: ModelConfig) -> None:
     if not reads_images(causal.config):
         return
     try:
-        head = label_head(causal) or causal.get_output_embeddings()
+        head = label_head(causal) or output_layer(causal)
         found = head is not None and decoder(causal) is not None
     except (AttributeError, NotImplementedError, StopIteration, RecursionError):
         found = False  # The class is not built as transformers' language models are.

@@ -28,6 +28,10 @@ OF_IMAGES = "rlhf_flash_images"
 """With "flash" in it, for which a vision tower passes the lengths of its images."""
 
 
+class SeesLaterError(RLHFError):
+    """No row can be packed in which tokens of an image see later ones."""
+
+
 def register() -> None:
     """Register `attn_implementation="rlhf_tree"` with transformers; may be repeated."""
     AttentionInterface.register(NAME, tree_attention)
@@ -51,7 +55,7 @@ def tree_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -
     windowed = kwargs.get("local_size") is not None
     lowest = lowest_visible(tree, kwargs["mask_function"]) if windowed else None
     if tree.owner.is_meta and not windowed and kwargs["mask_function"] is not causal_mask_function:
-        raise RLHFError("tokens of its images see later ones, so that its rows may be padded")
+        raise SeesLaterError("tokens of its images see later ones, so that its rows are padded")
     kernels = kernels_on(tree.owner.device)
     row = None if kernels is None else kernels.row(tree, windowed=windowed)
     return TreeMask(tree, lowest, row)
@@ -78,7 +82,10 @@ def tree_attention(
         attend = row_attention if attention_mask.tree.sequence.size == 1 else divided_attention
         output = attend(query, key, value, attention_mask, scoring)
     elif query.is_meta and softcap is None and s_aux is None:
-        output = MetaAttention.apply(query, key, value)
+        if attention_mask is not None:
+            key, value = repeat_heads(key, query), repeat_heads(value, query)
+        states = (states.transpose(1, 2) for states in (query, key, value))
+        return MetaAttention.apply(*states, attention_mask), None
     elif softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -136,24 +143,27 @@ def row_attention(
 
 
 class MetaAttention(torch.autograd.Function):
-    """What SDPA keeps for backward, on the meta device: its inputs, its output and a float per
-    row."""
+    """What SDPA keeps for backward, on the meta device: its inputs, its output, a float per row,
+    and a mask as what it adds to scores."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, normaliser)
+        added = None if mask is None else query.new_empty(mask.shape)
+        ctx.save_for_backward(query, key, value, output, normaliser, added)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, _, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, _, normaliser, _ = ctx.saved_tensors
         # The real backward holds one more float per row while it runs.
         held = torch.empty_like(normaliser)
         changes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del held
-        return changes
+        return *changes, *(None for _ in ctx.needs_input_grad[3:])
 
 
 def divided_attention(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
 from rlhf.engine import Axis
+from rlhf.model.parts import output_layer
 from rlhf.model.task import label_head
 
 
@@ -90,7 +91,7 @@ def logit_form(causal: Any, tokens: Tensor, hidden: Tensor) -> LogitForm:
         known[..., : len(KNOWN)] = known.new_tensor(KNOWN)
         return known
 
-    hook = causal.get_output_embeddings().register_forward_hook(replace)
+    hook = output_layer(causal).register_forward_hook(replace)
     try:
         logits = causal(input_ids=tokens[None], use_cache=False).logits
     finally:
@@ -107,5 +108,5 @@ def read_head(causal: nn.Module) -> Head:
     if labels := label_head(causal):
         linear: Any = labels[1]
         return Head(weight=linear.weight, bias=linear.bias)
-    output: Any = causal.get_output_embeddings()  # type: ignore[operator]
+    output = output_layer(causal)
     return Head(weight=output.weight, bias=getattr(output, "bias", None))

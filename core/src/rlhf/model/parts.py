@@ -36,6 +36,15 @@ def decoder(causal: Any) -> Any:
     return next(child for child in causal.children() if isinstance(child, PreTrainedModel))
 
 
+def output_layer(causal: Any) -> Any:
+    """Return the layer that ends in the logits of text, perhaps of a language model inside of one
+    that also reads images; None without one."""
+    layer = causal.get_output_embeddings()
+    if layer is None and reads_images(causal.config):
+        layer = causal.get_decoder().get_output_embeddings()
+    return layer
+
+
 def image_reader(causal: Any) -> Any:
     """Return the part that computes images, places them among the embeddings of a row and ends in
     hidden states. Raises RLHFError if the head is a part of it."""

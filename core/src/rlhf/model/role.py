@@ -47,6 +47,8 @@ class ModelSpec:
     """The smallest example with images of the run's data; None if these have none."""
     trains_on_images: bool = False
     """Whether the rows that it is trained on have images."""
+    first_step: int = 0
+    """Number of optimizer steps of the run that leave it as it is, before its own first one."""
 
     @property
     def head_task(self) -> Task:
@@ -71,7 +73,7 @@ class Role:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
+        """The rate of its next step."""
         assert self.schedule is not None, f"{self.engine.role} is not trained"
         return float(self.schedule.get_last_lr()[0])
 

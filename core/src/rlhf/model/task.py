@@ -100,16 +100,18 @@ def prepare_architecture(architecture: Any, task: Task, labels: int | None, path
     architecture.label2id = {name: number for number, name in enumerate(names)}
 
 
-def check_classifier(architecture: Any, task: Task, names: Sequence[str], path: str) -> None:
+def check_classifier(
+    architecture: Any, task: Task, names: Sequence[str], path: str, *, otherwise: str = ""
+) -> None:
     """Raise RLHFError if the family has no class for `task`, or `path` holds another classifier
-    than one whose head has the labels `names`."""
+    than one whose head has the labels `names`. `otherwise` is what else the trainer can do."""
     form = FORMS[task]
     if not form.supports(architecture):
         such = "qwen3_5" if reads_images(architecture) else "llama, qwen3 or mistral"
         raise RLHFError(
             f"transformers has no {form.auto.__name__} for {architecture.model_type} "
             f"(model.path {path}); choose a family that has one, such as {such}"
-            + (", or train on the language-model head's own tokens" if task == "token" else "")
+            + (f", or {otherwise}" if otherwise else "")
         )
     written = written_class(architecture)
     others = [other.suffix for name, other in FORMS.items() if name not in ("causal", task)]

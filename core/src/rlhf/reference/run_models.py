@@ -80,6 +80,7 @@ class RunModels(ABC):
         extra: Mapping[str, Tensor | Average] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
+        first_step: int = 0,
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
@@ -114,7 +115,7 @@ class RunModels(ABC):
             spec = ModelSpec(
                 role=role, config=config, trained=trained, model=model, optim=optim, task=task,
                 labels=labels, extra=first_values(config, own), averages=averages, dropout=dropout,
-                image=image, trains_on_images=on_images,
+                image=image, trains_on_images=on_images, first_step=first_step,
             )  # fmt: skip
             empty = empty_model(spec, self.mesh)
             if image is not None and not reads_images(empty.causal.config):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.data.packing import blank_of, divided
@@ -156,7 +156,7 @@ class RunContext(RunModels):
     def _add(self, spec: ModelSpec, empty: nn.Module, read: Callable[..., nn.Module]) -> Engine:
         """Plan a model, `read` it with its weights, and have the backend prepare it. `empty` has
         its parameters, perhaps without values."""
-        role, config, trained = spec.role, spec.config, spec.trained
+        role, trained = spec.role, spec.trained
         if role in self.roles:
             raise RLHFError(f"setup() loads the role {role!r} twice; each model has its own role")
         if role == POLICY and not trained:
@@ -172,7 +172,7 @@ class RunContext(RunModels):
         with self.startup.part("engine"):
             hooks.shard(model=module, plan=plan, mesh=mesh)
             optimizer, schedule = (
-                self._optimizer_and_schedule(config, plan, module) if trained else (None, None)
+                self._optimizer_and_schedule(spec, plan, module) if trained else (None, None)
             )
             engine = hooks.prepare(
                 model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan,
@@ -187,15 +187,16 @@ class RunContext(RunModels):
         return engine
 
     def _optimizer_and_schedule(
-        self, config: Config, plan: Plan, module: nn.Module
+        self, spec: ModelSpec, plan: Plan, module: nn.Module
     ) -> tuple[Optimizer, LRScheduler]:
         """Return the optimizer of a trained model, and the schedule of its learning rate."""
+        config, steps = spec.config, max(1, self.steps - spec.first_step)
         groups = parameter_groups(module, config.optim)
         optimizer = self.hooks.build_optimizer(
             groups=groups, config=config, plan=plan, model=module
         )
         self.notes += getattr(optimizer, "notes", ())
-        schedule = self.hooks.build_schedule(optimizer=optimizer, config=config, steps=self.steps)
+        schedule = self.hooks.build_schedule(optimizer=optimizer, config=config, steps=steps)
         return optimizer, schedule
 
     def release(self, role: str) -> None:

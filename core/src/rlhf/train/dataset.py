@@ -16,7 +16,8 @@ from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import day_of
 from rlhf.memory.choice import START
-from rlhf.model.architecture import known_tokens
+from rlhf.model.architecture import known_tokens, saved_config
+from rlhf.model.task import check_classifier, names_of_labels
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
@@ -105,6 +106,7 @@ def prepare_data(request: Request, day: date | None = None) -> Dataset:
     tokenizer = load_tokenizer(config, day)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
     check_engine(trainer, config)
+    _check_classifiers(trainer, config)
     parts = {
         which: prepare(config, trainer, tokenizer, which=which)
         for which in ("train", "eval")
@@ -121,6 +123,16 @@ def prepare_data(request: Request, day: date | None = None) -> Dataset:
     if data.eval is not None:
         rows_to_show(trainer, data.eval, config.train.samples)
     return data
+
+
+def _check_classifiers(trainer: Trainer, config: Config) -> None:
+    """Raise RLHFError for a model of which transformers has none of the trainer's classifiers."""
+    for head in trainer.classifiers(config):
+        names = names_of_labels(head.task, head.labels)
+        check_classifier(
+            saved_config(config.model), head.task, names, config.model.path,
+            otherwise=head.otherwise,
+        )  # fmt: skip
 
 
 def _check_images(data: Dataset, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -166,12 +166,16 @@ class Stepper:
         session.place.enter("survey", step=plan.step + 1)
         moment = Moment(f"step {plan.step + 1}", session.train_order.examples)
         batches, totals = session.survey.batches(plan, packed, session.engine.device, moment)
-        sums = sum_gradients(session, batches, totals, moment)
+        moving = {name for name, it in trained.items() if plan.step >= it.spec.first_step}
+        sums = sum_gradients(session, batches, totals, moment, moving)
         session.place.enter("update")
         self._names.check(sums)
         self.raise_if_not_finite()
-        rates = {role: model.learning_rate for role, model in trained.items()}
-        outcomes = {role: model.engine.step() for role, model in trained.items()}
+        rates = {role: trained[role].learning_rate if role in moving else 0.0 for role in trained}
+        outcomes = {
+            role: model.engine.step() if role in moving else StepOutcome(moved=True, grad_norm=0.0)
+            for role, model in trained.items()
+        }
         logged = (plan.step + 1) % session.config.train.log_every == 0
         result = self._pending = StepResult(
             plan=plan, batches=packed, losses=sums.losses, outcomes=outcomes, learning_rates=rates,
@@ -191,10 +195,14 @@ class Stepper:
 
 
 def sum_gradients(
-    session: Session, batches: Sequence[PackedBatch], totals: Totals, moment: Moment
+    session: Session,
+    batches: Sequence[PackedBatch],
+    totals: Totals,
+    moment: Moment,
+    moving: Collection[str],
 ) -> Sums:
-    """Run forward and backward on the micro-batches; return the sums of their losses and metrics.
-    Collective."""
+    """Run forward and backward on the micro-batches, backward of the roles `moving`; return the
+    sums of their losses and metrics. Collective."""
     sums = Sums(session.mesh)
     for number, batch in enumerate(batches, start=1):
         session.place.enter("forward", batch=number)
@@ -203,7 +211,7 @@ def sum_gradients(
         whole = torch.stack([*losses.values()]).sum()
         sums.add(loss, whole)
         session.place.enter("backward", batch=number)
-        for role, part in losses.items():
+        for role, part in ((role, part) for role, part in losses.items() if role in moving):
             # Sequence ranks have the same loss, and gradients are summed over them.
             share = poison_unless_finite(part, whole) / session.mesh.sequence.size
             session.trained[role].engine.backward(share, last=number == len(batches))

@@ -62,8 +62,8 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def sample_line(sample: Mapping[str, Any]) -> str:
-    """Return a sample in one line: the end of its prompt, and the beginning of each answer, with
-    its score if it has one (the last of several)."""
+    """Return a sample in one line: the end of its prompt, without its images, and the beginning of
+    each answer, with its score if it has one (the last of several)."""
     answers = [_short(text, ANSWER) for text in sample["answers"]]
     if "scores" in sample:
         lasts = (score[-1:] if isinstance(score, list) else [score] for score in sample["scores"])
@@ -71,14 +71,17 @@ def sample_line(sample: Mapping[str, Any]) -> str:
             f"{''.join(map(_number, last)) or '-'}: {text}"
             for last, text in zip(lasts, answers, strict=True)
         ]
-    return f"sample     {_short(sample['prompt'], PROMPT, end=True)} -> {' | '.join(answers)}"
+    prompt = sample["prompt"].split("\n", len(sample.get("images", ())))[-1]
+    return f"sample     {_short(prompt, PROMPT, end=True)} -> {' | '.join(answers)}"
 
 
 def _short(text: str, size: int, *, end: bool = False) -> str:
     text = " ".join(text.split())
     if len(text) <= size:
         return text
-    return f"...{text[-size:]}" if end else f"{text[:size]}..."
+    if not end:
+        return f"{text[:size]}..."
+    return f"...{text[-1 - size :].partition(' ')[2] or text[-size:]}"
 
 
 def _number(value: float) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError, SameOnAllRanks
-from rlhf.trainer import Example, Loss, PackedBatch, Run, Term
+from rlhf.trainer import Classifier, Example, Loss, PackedBatch, Run, Term
 from rlhf_plugin_ppo import metrics
 from rlhf_plugin_ppo.advantages import Matrix, adapted, matrix_of
 from rlhf_plugin_ppo.answers import OF_TOKENS, blank_tree, estimates, held_out_trees, trees
@@ -38,6 +38,13 @@ class PPOTrainer(OnPolicyTrainer):
         super().__init__(config, tokenizer)
         self.beta = config.kl.beta
         """The coefficient of KL in the next rollout."""
+        self.first_step = config.critic.warmup
+
+    def classifiers(self, config: Any) -> list[Classifier]:
+        if self.config.critic.model is not None:
+            return []
+        another = "set ppo.critic.model to a reward model with the same tokenizer"
+        return [Classifier(task="token", labels=1, otherwise=another)]
 
     def setup(self, run: Run) -> None:
         super().setup(run)

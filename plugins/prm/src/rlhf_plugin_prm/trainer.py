@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import token_scores
-from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
+from rlhf.trainer import Classifier, Example, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_prm.config import NEGATIVE, POSITIVE
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.measures import derived, step_sums
@@ -48,6 +48,11 @@ class PRMTrainer(Trainer):
                 label if place in labelled[-1:] else math.nan for place, label in enumerate(labels)
             ]
         return Example(row.prompt, row.answers, {"label": [labels]})
+
+    def classifiers(self, config: Any) -> list[Classifier]:
+        if self.config.formulation == "token":
+            return []
+        return [Classifier(task="token", otherwise="set prm.formulation to token")]
 
     def setup(self, run: Run) -> None:
         if self.config.formulation == "token":

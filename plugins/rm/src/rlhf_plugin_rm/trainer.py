@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.readouts import scores
-from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
+from rlhf.trainer import Classifier, Example, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_rm import losses
 from rlhf_plugin_rm.scorer import Scorer
 
@@ -26,6 +26,9 @@ class RMTrainer(Trainer):
     def example(self, row: Any) -> Example:
         margin = self.config.margin * (row.columns.get("margin") or 0.0)
         return Example(row.prompt, row.answers, {"rank": row.columns["ranks"], "margin": margin})
+
+    def classifiers(self, config: Any) -> list[Classifier]:
+        return [Classifier(task="sequence")]
 
     def setup(self, run: Run) -> None:
         self.policy = run.load("policy", task="sequence", dropout=False)

@@ -45,6 +45,8 @@ class OnPolicyTrainer(Trainer):
     section: ClassVar[str]
     """The name of the trainer's settings, for messages."""
     policy: Engine
+    first_step: int = 0
+    """Number of steps at the start that do not train the policy."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -108,7 +110,7 @@ class OnPolicyTrainer(Trainer):
         check_room(run, config.max_new_tokens, f"{self.section}.max_new_tokens")
         limits = {"deadline": config.deadline, "workers": config.workers}
         rewards = run.on_rank_zero(lambda: started(run, self.rewards, **limits), share=False)
-        self.policy = run.load("policy", dropout=False)
+        self.policy = run.load("policy", dropout=False, first_step=self.first_step)
         self.check_router(self.policy)
         serves = config.batches * config.passes
         same = config.tools.environment is None

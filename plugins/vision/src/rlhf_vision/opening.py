@@ -144,9 +144,14 @@ def _picture(name: str, image: Image.Image) -> Image.Image:
         )
     if image.mode == "F":
         raise BadImage(f"{name} has pixels of floats; save it with 8 bits, {DROP}")
+    if image.mode == "I" and image.format != "PPM":
+        raise BadImage(
+            f"{name} has integers of 32 bits or with a sign, and nothing says which of them is "
+            f"white; save it with 8 or 16 bits, {DROP}"
+        )
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        # Pillow would cut 16 bits off at 255.
+        # Pillow would cut 16 bits off at 255. Those of PGM files are in its mode I.
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 

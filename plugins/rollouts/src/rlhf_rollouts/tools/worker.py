@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, text_of
 from rlhf_rollouts.rewards.functions import described, number, shown
 from rlhf_rollouts.rewards.worker import end_with
 from rlhf_rollouts.settings import Tools
@@ -140,7 +140,7 @@ class Desk:
             return late(self._seconds)
         if isinstance(error, RLHFError):
             return Result(kind="failed", text=str(error), reason=str(error))
-        return Result(kind="failed", text=str(error), reason=f"raised {described(error)}")
+        return Result(kind="failed", text=text_of(error), reason=f"raised {described(error)}")
 
     def _make(self, answer: int) -> None:
         if answer not in self._environments:

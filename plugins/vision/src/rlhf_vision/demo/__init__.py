@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 SPLITS = ("eval", "train")
-RATES = {"sft": 2e-3}
-"""Learning rates by trainer; 1e-3 for others."""
+RATES = {"kto": 2e-4, "sft": 2e-3}
+"""Learning rates by trainer; 1e-3 for others, at which KTO unlearns how answers read."""
 CLASSIFIERS = ("prm", "rm")
 """Trainers of sequence and token classifiers, which transformers does not have for Qwen3-VL."""
 

@@ -12,7 +12,8 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 TESTS ?= $(filter-out core/tests,$(addsuffix /tests,$(PROJECTS))) tests core/tests
 # Two workers with a pool of ranks each: a test of two ranks leaves cores idle while it waits.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
+# Without bytecode, each of the many processes that tests start would compile the sources again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-rest test-all lint docs dist venv base shapes clean
@@ -60,7 +61,8 @@ $(VENV)/.installed: Makefile requirements-dev.txt $(addsuffix /pyproject.toml,$(
 		else $(BIN)/pip install -q --retries 1 --extra-index-url $(CPU_INDEX) '$(TORCH)+cpu' \
 			|| $(BIN)/pip install -q '$(TORCH)'; fi
 	$(BIN)/pip install -q -r requirements-dev.txt
-	$(BIN)/pip install -q $(addprefix -e ,$(PROJECTS))
+	# All have one build backend, which is installed by now: not once more for each of them.
+	$(BIN)/pip install -q --no-build-isolation $(addprefix -e ,$(PROJECTS))
 	touch $@
 
 # The embedded base model, made again from random weights by the recipe beside it.

@@ -5,6 +5,7 @@ For the demos and tests of trainers.
 
 import random
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ FORMATS: dict[str, Maker] = {
 """What makes rows of core's formats; other formats bring their own."""
 
 
+@cache  # The digest of a run's rows needs them before their reader does.
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
     """Return the rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four
     answers each), of `demo:sums` (prompts that the base model continues) or of `demo:equations`
-    (plain text), or of the demo of a plugin."""
+    (plain text), or of the demo of a plugin. The list is the same at every call."""
     if demo := demo_plugin(name):
         return demo.rows(split, format)
     if split not in arithmetic.SIZES:
@@ -64,8 +66,7 @@ def _maker(format: str) -> Maker:
     path = load_record(plugin).demo
     if path is None:
         raise RLHFError(f"{plugin} has no demo rows; give data.train files of your own")
-    maker: Maker = load_object(path, plugin)
-    return maker
+    return load_object(path, plugin)
 
 
 def base_model_folder() -> Path:

@@ -7,12 +7,14 @@ BIN := $(VENV)/bin
 PROJECTS := core $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 SOURCES := $(addsuffix /src,$(PROJECTS))
 TEMPLATES := $(wildcard plugins/devkit/src/rlhf_devkit/templates/*/src)
+INSTALL := $(BIN)/pip install -q --no-compile
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Files of few long tests come first, so that both workers end together.
 TESTS ?= $(filter-out core/tests,$(addsuffix /tests,$(PROJECTS))) tests core/tests
 # Two workers with a pool of ranks each: a test of two ranks leaves cores idle while it waits.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
+# Without bytecode, each of the many processes that tests start would compile the sources again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-rest test-all lint docs dist venv base shapes clean
@@ -56,11 +58,14 @@ $(VENV)/.installed: Makefile requirements-dev.txt $(addsuffix /pyproject.toml,$(
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# A machine without an NVIDIA driver gets the CPU build of torch, which is gigabytes smaller.
 	$(BIN)/python -c 'import torch' 2>/dev/null || if command -v nvidia-smi >/dev/null; \
-		then $(BIN)/pip install -q '$(TORCH)'; \
-		else $(BIN)/pip install -q --retries 1 --extra-index-url $(CPU_INDEX) '$(TORCH)+cpu' \
-			|| $(BIN)/pip install -q '$(TORCH)'; fi
-	$(BIN)/pip install -q -r requirements-dev.txt
-	$(BIN)/pip install -q $(addprefix -e ,$(PROJECTS))
+		then $(INSTALL) '$(TORCH)'; \
+		else $(INSTALL) --retries 1 --extra-index-url $(CPU_INDEX) '$(TORCH)+cpu' \
+			|| $(INSTALL) '$(TORCH)'; fi
+	$(INSTALL) -r requirements-dev.txt
+	# All have one build backend, which is installed by now: not once more for each of them.
+	$(INSTALL) --no-build-isolation $(addprefix -e ,$(PROJECTS))
+	# On all cores, which pip does not; some packages have files for other versions of Python.
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	touch $@
 
 # The embedded base model, made again from random weights by the recipe beside it.

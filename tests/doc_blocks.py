@@ -21,7 +21,8 @@ def commands(block: str) -> list[str]:
 def in_place(words: list[str], folder: str, cache: str) -> tuple[int, str]:
     """`rlhf WORDS` in that folder, in a rank of the pool: exit code and complaint."""
     os.chdir(folder)
-    sys.path.insert(0, folder)
+    if sys.path[0] != folder:  # What is installed is looked up again when sys.path changes.
+        sys.path.insert(0, folder)
     os.environ |= {"RLHF_CACHE": cache, "TRACKIO_DIR": f"{folder}/trackio", "WANDB_MODE": "offline"}
     with redirect_stderr(io.StringIO()) as errors:
         code = main(words)

@@ -26,11 +26,16 @@ OF_ONE_KIND = [tuple(name for name in KINDS if KINDS[name] == kind) for kind in 
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheels of ours beside third-party packages."""
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wheels of ours, by the name of the folder."""
     names = ("deepspeed", "demo", "devkit", "dpo", "optim", "rollouts", "sft", "torch")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
-    wheels = build(tmp_path_factory.mktemp("wheels"), projects)
+    return build(tmp_path_factory.mktemp("wheels"), projects)
+
+
+@pytest.fixture(scope="module")
+def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels of ours beside third-party packages."""
     return make_site(tmp_path_factory.mktemp("site"), wheels.values())
 
 
@@ -86,14 +91,19 @@ def install(project: Path, folder: Path) -> Path:
     return own
 
 
-def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
+def test_a_command_takes_what_run_takes_and_its_own_options(
+    site: Path, wheels: dict[str, Path], tmp_path: Path
+) -> None:
     own = install(METHODS / "sweep", tmp_path)
+    core = make_site(tmp_path / "core", [wheels["core"]])
 
     def sweep(*words: str) -> subprocess.CompletedProcess[str]:
         return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
 
     assert "\nrlhf-sweep: Trains once per learning rate\n  sweep\n" in sweep("--help").stdout
-    assert "ok          command 'sweep' of rlhf-sweep 1.0\n" in sweep("plugins", "check").stdout
+    # With core only: the check loads all plugins.
+    checked = python("-m", "rlhf", "plugins", "check", sites=[core, own], folder=tmp_path)
+    assert "ok          command 'sweep' of rlhf-sweep 1.0\n" in checked.stdout
     done = sweep("sweep", "sft", "--rate", "1e-3", "--train.steps", "2", "--rate=0.002")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("lr ")]

@@ -45,7 +45,9 @@ def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
 
 
 def test_the_demo_of_the_wheels_runs(site: Path, tmp_path: Path) -> None:
-    done = rlhf(site, "run", "dpo", "--train.steps", "3", "--train.stop_at", "2", folder=tmp_path)
+    words = ["--train.steps", "3", "--train.stop_at", "2", "--batch.size", "4"]
+    words += ["--train.eval_at_start", "false"]
+    done = rlhf(site, "run", "dpo", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "model      runs/dpo-1/model" in done.stdout
 

@@ -157,11 +157,8 @@ def start(case: str, words: list[str], cache: str) -> None:
     data = prepare_data(request)
     with pytest.MonkeyPatch.context() as patch:
         if differs and case == "versions":
-            version = agreement.metadata.version
-            other = {"torch": "2.12.0"}
-            patch.setattr(
-                agreement.metadata, "version", lambda name: other.get(name) or version(name)
-            )
+            version, other = agreement.version_of, {"torch": "2.12.0"}
+            patch.setattr(agreement, "version_of", lambda name: other.get(name) or version(name))
         if differs and case == "sources":
             own = agreement.module_digest
             patch.setattr(agreement, "module_digest", lambda name: own(name) + "edited")

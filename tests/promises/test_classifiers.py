@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GraniteConfig
 
-from rlhf import demo
+import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
@@ -27,7 +27,7 @@ def test_a_family_without_the_classifier_is_refused_before_rows_are_read(
 ) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
     GraniteConfig(**sizes, num_attention_heads=2).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(demo.base_model_folder()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(rlhf_demo.base_model_folder()).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "rows.jsonl").write_text('{"text": "no row of these trainers"}\n')
     words = ["--model", str(tmp_path), "--data", str(tmp_path / "rows.jsonl")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf import demo
+import rlhf_demo
 from rlhf_devkit import tiny
 from rlhf_devkit.ranks import Ranks
 from rlhf_devkit.tiny import write_rows
@@ -29,7 +29,7 @@ def test_the_warm_up_of_the_critic_leaves_the_policy_as_it_is(
     ranks = two if stage else one
     model = tiny.make_model(tmp_path / "model")
     (tmp_path / "rewards.py").write_text(REWARD)
-    rows = write_rows(tmp_path / "rows.jsonl", demo.rows("arithmetic", "train", "prompt")[:8])
+    rows = write_rows(tmp_path / "rows.jsonl", rlhf_demo.rows("arithmetic", "train", "prompt")[:8])
     words = [
         "--model", str(model), "--model.dtype", "fp32", "--data.train", str(rows),
         "--data.workers", "0", "--data.max_tokens", "64", "--batch.size", "4",

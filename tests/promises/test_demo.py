@@ -1,34 +1,47 @@
 """The first thing a newcomer sees: `rlhf run sft` without arguments."""
 
+import io
 import re
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import attrs
 import pytest
 
 import sft_runs
+from rlhf.commands.main import main
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
+from rlhf_devkit import Ranks
 from rlhf_devkit.plain import PlainBackend
 from rlhf_plugin_deepspeed.config import check, resolve
 from sft_runs import Inputs
 
 
-def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf", "run", "sft"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stderr
-    assert "demo: the embedded model and rows" in done.stdout.splitlines()[0]
-    loss = re.search(r"loss per token +([\d.]+) +([\d.]+)", done.stdout)
-    exact = re.search(r"right answers, of 100 +(\d+) +(\d+)", done.stdout)
+def demo_in(folder: str, cache: str) -> tuple[int, str]:
+    """`rlhf run sft` in a folder, in a rank of the pool: exit code and output."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as output,
+    ):
+        patch.chdir(folder)
+        patch.delenv("RANK")
+        patch.setenv("RLHF_CACHE", cache)
+        return main(["run", "sft"]), output.getvalue()
+
+
+def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path, one: Ranks) -> None:
+    ((code, output),) = one.run(demo_in, str(tmp_path), str(tmp_path / "cache"), timeout=3000)
+    assert code == 0
+    assert "demo: the embedded model and rows" in output.splitlines()[0]
+    loss = re.search(r"loss per token +([\d.]+) +([\d.]+)", output)
+    exact = re.search(r"right answers, of 100 +(\d+) +(\d+)", output)
     assert loss is not None
     assert exact is not None
     assert float(loss[2]) < 0.5 * float(loss[1])
     assert int(exact[1]) < 10
     assert int(exact[2]) > 50
-    assert done.stdout.count("\n> ") == 3
+    assert output.count("\n> ") == 3
     assert (tmp_path / "runs" / "sft-1" / "model" / "model.safetensors").is_file()
 
 

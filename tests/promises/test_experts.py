@@ -25,7 +25,7 @@ STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("sft", "dpo", "rm") else pytest.param(name, marks=pytest.mark.matrix)
+        name if name in ("sft", "dpo") else pytest.param(name, marks=pytest.mark.matrix)
         for name in FORMATS
     ],
 )

@@ -35,7 +35,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen2.5-VL", pytest.param("LLaVA", marks=pytest.mark.matrix), "Gemma 3"]
+    "name",
+    ["Qwen2.5-VL", *(pytest.param(it, marks=pytest.mark.matrix) for it in ("LLaVA", "Gemma 3"))],
 )
 def test_ranks_without_images_wait_for_those_with_images(
     name: str, tmp_path: Path, trainer: str, one: Ranks, two: Ranks

@@ -34,7 +34,7 @@ STAGES = {
     "0 with dropout": ("--deepspeed.stage", "0", "--lora.rank", "4", "--lora.dropout", "0.3"),
     "2 offloaded": ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
 }
-MORE = ("0", "1", "2", "0 in bf16", "1 in bf16", "2 in bf16", "2 offloaded")
+MORE = ("0", "1", "2", "3", "0 in bf16", "1 in bf16", "2 in bf16", "2 offloaded")
 """The kit of backends resumes runs in fp32 at these stages too."""
 LENGTH = ("--train.steps", "10", "--optim.schedule", "cosine", "--checkpoint.every", "3")
 

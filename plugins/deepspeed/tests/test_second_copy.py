@@ -74,9 +74,16 @@ def run(case):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "second"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.matrix)]
+    ("adapter", "ranks", "second"),
+    [
+        (False, 4, 2),
+        (True, 2, 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in ((False, 2, 2), (False, 4, 4), (True, 4, 2), (True, 4, 4))
+        ),
+    ],
 )
-@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "adapter"])
 def test_the_curve_is_that_of_one_rank_and_resumes_are_exact(tmp_path, ranks, second, adapter):
     plain = follow(PlainBackend(), Case(config=configure(), adapter=adapter))[0]
     section = DeepSpeedConfig(hpz_partition_size=second, **SETTINGS)

@@ -2,8 +2,8 @@
 promise that it breaks."""
 
 import importlib
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +24,7 @@ from rlhf_devkit import (
     TrainerConformance,
     backend_conformance,
     bench,
+    tiny,
 )
 from rlhf_devkit.backend_conformance import Problems
 from rlhf_devkit.observer_conformance import Watched, watched_by
@@ -257,26 +258,28 @@ class TestObserver(ObserverConformance):
 """
 
 
-def test_a_set_up_that_failed_fails_one_test_and_is_named_in_the_others(tmp_path: Path) -> None:
+def test_a_set_up_that_failed_fails_one_test_and_is_named_in_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def short_run(*arguments: Any) -> Any:
+        raise OSError("no room")
+
     file = tmp_path / "test_broken.py"
     file.write_text(BROKEN_KITS)
-    (tmp_path / "conftest.py").write_text(
-        "from rlhf_devkit import tiny\n\ndef short_run(*arguments):\n"
-        "    raise OSError('no room')\n\ntiny.short_run = short_run\n"
-    )
-    words = ["-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    monkeypatch.setattr(tiny, "short_run", short_run)
+    words = [str(file), "-q", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    words += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     chosen = ["-k", "means_something or memory_of or in_order or changes_nothing or finally"]
-    done = subprocess.run(
-        [sys.executable, *words, *chosen, "--rootdir", str(tmp_path)],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert " 6 errors in " in done.stdout, done.stdout
+    # A process of its own would import torch once more.
+    assert pytest.main([*words, *chosen]) == pytest.ExitCode.TESTS_FAILED
+    output = capsys.readouterr().out
+    assert " 6 errors in " in output, output
     for test, cause in (
         ("test_the_curve_means_something", "RLHFError: no: unknown setting"),
         ("test_it_changes_nothing", "OSError: no room"),
     ):
         named = f"the set-up of the tests failed in {test}: {cause}"
-        assert done.stdout.count(f"\n{named}") == 2, done.stdout
+        assert output.count(f"\n{named}") == 2, output
 
 
 class InThisProcess:

@@ -141,7 +141,7 @@ def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_opera
 
 
 @pytest.mark.parametrize(
-    "names", [("both", "jsd"), pytest.param(tuple(MEASURES), marks=pytest.mark.matrix)], ids=str
+    "names", [("jsd",), pytest.param(tuple(MEASURES), marks=pytest.mark.matrix)], ids=str
 )
 def test_the_kernel_compiles_for_a_gpu(names: tuple[str, ...], tmp_path: Path) -> None:
     """The interpreter accepts more than the compiler."""

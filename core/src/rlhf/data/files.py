@@ -70,8 +70,7 @@ class Source:
         import datasets
 
         if self.entry.path.startswith(DEMO):
-            rows = [json.dumps(row) for row in self._demo_rows()]
-            return datasets.Dataset(pa.table({TEXT: rows}))
+            return datasets.Dataset(pa.table({TEXT: [*map(json.dumps, self._demo_rows())]}))
         path = self._local()
         if path is None:
             return load_dataset(self.entry.path, self.entry, self._setting)
@@ -177,7 +176,4 @@ def _scalars(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(parts: Iterable[str]) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(part.encode() + b"\n")
-    return whole.hexdigest()
+    return hashlib.sha256("".join(f"{part}\n" for part in parts).encode()).hexdigest()

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -73,6 +74,14 @@ RECORDED = (
     "deepspeed", "peft", "datasets", "torchdata", "pluggy", "numpy", "torchvision",
     "triton", "liger-kernel", "flash-linear-attention", "mamba-ssm",
 )  # fmt: skip
+
+
+@cache
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    with suppress(metadata.PackageNotFoundError, ValueError):
+        return metadata.version(distribution)
+    return None
 
 
 def choose(request: Request) -> Path:
@@ -344,16 +353,12 @@ class RunFolder:
 
     def write_versions(self, **more: Any) -> None:
         """Write the versions of packages, without environment variables and host names."""
-        versions: dict[str, Any] = {"python": platform.python_version()}
-        for name in RECORDED:
-            with suppress(metadata.PackageNotFoundError):
-                versions[name] = metadata.version(name)
-        self.write_json("versions.json", versions | more)
+        versions = {name: version for name in RECORDED if (version := version_of(name))}
+        self.write_json("versions.json", {"python": platform.python_version(), **versions, **more})
 
     def write_summary(self, **more: Any) -> None:
         """Add what is known of the run as a whole to summary.json."""
-        before = read_json(self.path / "summary.json")
-        self.write_json("summary.json", before | more)
+        self.write_json("summary.json", read_json(self.path / "summary.json") | more)
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Write further lines of METRICS or SAMPLES."""

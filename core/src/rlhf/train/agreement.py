@@ -7,8 +7,6 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from rlhf.data.cache import module_digest, tokenizer_digest
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import SameOnAllRanks
 from rlhf.folder.disk import sha256
-from rlhf.folder.run_folder import RECORDED
+from rlhf.folder.run_folder import RECORDED, version_of
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import ModelSpec
 from rlhf.request.reader import Request
@@ -140,11 +138,7 @@ def _versions(request: Request) -> dict[str, str]:
     """Return the versions of what computes a run's numbers."""
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     plugin = [] if request.origin is None else [request.origin.distribution]
-    for name in (*RECORDED, *plugin):
-        versions[name] = "(not installed)"
-        with suppress(metadata.PackageNotFoundError, ValueError):
-            versions[name] = metadata.version(name)
-    return versions
+    return versions | {name: version_of(name) or "(not installed)" for name in (*RECORDED, *plugin)}
 
 
 def _source_code(trainer: Trainer, backend: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ For the demos and tests of trainers.
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ FORMATS: dict[str, Maker] = {
 """What makes rows of core's formats; other formats bring their own."""
 
 
+@cache  # The digest of a run's rows needs them before their reader does.
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
     """Return the rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four
     answers each), of `demo:sums` (prompts that the base model continues) or of `demo:equations`
-    (plain text)."""
+    (plain text). The list is the same at every call."""
     if split not in arithmetic.SIZES:
         raise RLHFError(f"demo:{name} has no split {split!r}; available: eval, train")
     if name == "equations":

@@ -14,7 +14,7 @@ from rlhf.request.reader import read_config
 from rlhf.request.words import option
 from rlhf.train.dataset import prepare_data
 from rlhf_devkit import tiny
-from rlhf_devkit.curves import Metrics
+from rlhf_devkit.curves import Metrics, column
 from rlhf_devkit.once import Once
 from rlhf_devkit.ranks import shared
 
@@ -22,6 +22,8 @@ NUM_ROWS, NUM_HELD_OUT = 22, 7
 """Neither divides by the batch of 4."""
 NUM_STEPS, STOP_AT = 8, 4
 """The epoch ends after 6 steps: the stop lies inside the first, the end inside the second."""
+NUM_FIRST = 2
+"""The steps in which most settings change the loss."""
 ENDING = ("--train.stop_at", "2", "--batch.size", "8", "--optim.lr", "1e-4")
 """Words of a run in which the model ends its answers: learnt fast, all would soon end at once."""
 TRAINERS = Path(__file__).with_name("trainers")
@@ -89,6 +91,28 @@ class Bench:
         made once by this name. It has a checkpoint of its step `STOP_AT`."""
         return self.plain(name, *self._other(settings))
 
+    def changes_the_loss(
+        self, name: str, settings: Mapping[str, Any], under: Mapping[str, Any]
+    ) -> bool:
+        """Return whether runs in plain torch with `settings` and with `under` in the trainer's
+        section have different losses, in their first steps or in all of them. `name` is that of
+        `other`."""
+        return any(
+            self._losses(name, settings, steps) != self._losses(f"before {name}", under, steps)
+            for steps in (NUM_FIRST, NUM_STEPS)
+        )
+
+    def _losses(self, name: str, settings: Mapping[str, Any], steps: int) -> list[float]:
+        """Return the losses of the first `steps`, for which a whole run is not made."""
+        if not settings:
+            metrics = self.plain()
+        elif steps == NUM_STEPS or self._runs.has(_run(name)):
+            metrics = self.other(name, settings)
+        else:
+            words = (*words_of(self.section, settings), "--train.stop_at", str(steps))
+            metrics = self.plain(f"{name}, first steps", *words)
+        return column(metrics, "loss")[:steps]
+
     def resumed(self, name: str, settings: Mapping[str, Any]) -> Metrics:
         """Resume the run of `other` with this name at its checkpoint and return its metrics."""
         words = (*self._other(settings), "--resume", f"step-{STOP_AT:06}")
@@ -138,7 +162,11 @@ class Bench:
         return [*self.words, "--output", str(self.folder / name), *words]
 
     def _once(self, name: str, make: Callable[[], Metrics]) -> Metrics:
-        return self._runs.get(f"the run '{name}'", make)
+        return self._runs.get(_run(name), make)
+
+
+def _run(name: str) -> str:
+    return f"the run '{name}'"
 
 
 def words_of(section: str, settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -21,6 +21,10 @@ class Once:
     _made: dict[str, Any] = field(factory=dict, init=False)
     _failed: dict[str, str] = field(factory=dict, init=False)
 
+    def has(self, name: str) -> bool:
+        """Return whether this name has been made, or has failed."""
+        return name in self._made or name in self._failed
+
     def get(self, name: str, make: Callable[[], Made]) -> Made:
         """Return what `make` returned for this name."""
         if name in self._failed:

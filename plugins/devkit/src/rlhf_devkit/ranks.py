@@ -38,12 +38,6 @@ GRACE = 5.0
 """Seconds that the other ranks get once one has failed: most wait in a collective for it."""
 START = 300.0
 """Seconds that the workers may take to import torch and find each other."""
-IMPORTED = (
-    "rlhf.train.rank", "transformers.models.llama.modeling_llama", "datasets",
-    "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
-)  # fmt: skip
-"""What one process imports without a device, to become all workers of a session by a fork. The last
-two are what a function under `torch.compile` imports, such as DeepSpeed's Muon."""
 
 
 class RankFailure(AssertionError):
@@ -165,7 +159,7 @@ class Ranks:
         if self._has_own_environment or torch.accelerator.is_available():
             return multiprocessing.get_context("spawn")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*IMPORTED])
+        context.set_forkserver_preload(["rlhf_devkit.preloaded"])
         return context
 
     def _collect(self, timeout: float, *, doing: str, fails: bool = False) -> list[Answer]:

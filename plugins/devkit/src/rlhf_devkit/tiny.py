@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,7 +84,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 def short_run(folder: Path, format: str) -> list[str]:
     """Write a model and the demo's rows in a row format into `folder`, and return the command line
     of a run of four steps of 8 rows, without `--output`."""
-    rows = _demo_rows(format)
+    rows = rlhf_demo.rows("arithmetic", "train", format)
     train = write_rows(folder / "train.jsonl", rows[:22])
     held_out = write_rows(folder / "eval.jsonl", rows[22:29])
     return [
@@ -93,12 +92,6 @@ def short_run(folder: Path, format: str) -> list[str]:
         "--data.train", str(train), "--data.eval", str(held_out), "--data.workers", "0",
         "--batch.size", "8", "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
     ]  # fmt: skip
-
-
-@cache
-def _demo_rows(format: str) -> Sequence[Mapping[str, Any]]:
-    """Return the demo's first rows in a row format. All of them are made, which takes a while."""
-    return rlhf_demo.rows("arithmetic", "train", format)[:29]
 
 
 def run(

@@ -1,7 +1,7 @@
 """Templates of Jinja, such as the model card, and how they and tables write numbers."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,20 @@ import yaml
 
 def filled(path: Path, **values: Any) -> str:
     """Return a template with `values`; in HTML every text is escaped."""
-    # late: start-up time
-    from jinja2 import Environment, FileSystemLoader, select_autoescape
+    return _template(path).render(values)
+
+
+@cache
+def _template(path: Path) -> Any:
+    from jinja2 import Environment, FileSystemLoader, select_autoescape  # late: start-up time
 
     environment = Environment(
         loader=FileSystemLoader(path.parent), autoescape=select_autoescape(),
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    environment.filters |= {"number": number, "yaml": as_yaml}
-    return environment.get_template(path.name).render(values)
+    environment.filters["number"] = number
+    environment.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    return environment.get_template(path.name)
 
 
 def number(value: object) -> str:

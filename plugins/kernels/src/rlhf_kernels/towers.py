@@ -22,8 +22,7 @@ def fuse_tower(modules: Iterable[nn.Module]) -> None:
     than CUDA run their own functions."""
     modules = [*modules]
     for module in modules:
-        # A subclass may compute something else, such as timm's, which pads or scales.
-        if type(module) in (nn.Conv2d, nn.Conv3d) and takes_patches(module):
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and takes_patches(module):
             replace_forward(module, partial(embed_patches, module))
     for name in {type(module).__module__ for module in modules}:
         family = vars(sys.modules[name])
@@ -35,8 +34,10 @@ def fuse_tower(modules: Iterable[nn.Module]) -> None:
 
 def takes_patches(conv: nn.Conv2d | nn.Conv3d) -> bool:
     """Return whether a convolution computes each patch by itself: none overlaps another."""
+    # A subclass may compute something else, such as timm's, which pad or scale.
+    own = type(conv) in (nn.Conv2d, nn.Conv3d)
     plain = conv.groups == 1 and not any(conv.padding) and {*conv.dilation} == {1}
-    return plain and conv.stride == conv.kernel_size
+    return own and plain and conv.stride == conv.kernel_size
 
 
 def embed_patches(conv: nn.Conv2d | nn.Conv3d, images: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -158,3 +159,17 @@ def test_no_two_plugins_share_six_lines() -> None:
         if "seeds: Sequence[int]," not in each
     }
     assert [(lines, names) for lines, names in others.items() if len(names) > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "root"), [("Dockerfile", "/src/"), ("docs/tutorial.md", "./")], ids=["image", "page"]
+)
+def test_folders_are_installed_with_all_that_they_require_of_ours(page: str, root: str) -> None:
+    """No registry has these distributions, so that pip finds only what the command names."""
+    text = (ROOT / page).read_text()
+    found = re.findall(rf"(?<=\s){re.escape(root)}(core|plugins/\w+)(?=\s)", text)
+    installed = {metadata(ROOT / path)["name"] for path in found}
+    assert len(installed) > 7
+    for name in installed:
+        missing = (names(metadata(OURS[name])["dependencies"]) & OURS.keys()) - installed
+        assert not missing, name

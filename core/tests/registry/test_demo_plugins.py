@@ -59,6 +59,9 @@ def test_a_demo_that_is_not_installed_is_named_with_its_package(drawn: None) -> 
         lambda: Source(DataEntry(path="demo:shapes"), "train", "prompt").digest(),
         lambda: resolved("demo:shapes"),
         lambda: read_config("toy", overrides=["--data", "demo:shapes"]),
+        lambda: read_config(
+            "toy", overrides=["--data", "demo:drawn", "--data.eval", "demo:shapes"]
+        ),
     ):
         with pytest.raises(RLHFError) as caught:
             call()

@@ -24,6 +24,14 @@ def interleaved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     return swap_pairs(query, cos, sin), swap_pairs(key, cos, sin)
 
 
+def minimax(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    size = cos.shape[-1]
+    rotated = OWN(query[..., :size], key[..., :size], cos, sin)
+    return torch.cat([rotated[0], query[..., size:]], -1), torch.cat(
+        [rotated[1], key[..., size:]], -1
+    )
+
+
 def liger(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """What Liger's kernel computes of [1, heads, T, C]."""
     assert rest == (None, 1)
@@ -51,12 +59,38 @@ def test_patches_are_embedded_as_by_the_convolution(kind: Any) -> None:
     torch.testing.assert_close(conv(patches), embed_patches(conv, patches))
 
 
+def test_a_convolution_with_a_forward_of_its_own_is_kept() -> None:
+    class Standardized(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            weight = self.weight - self.weight.mean()
+            return nn.functional.conv2d(input, weight, self.bias, self.stride)
+
+    conv, patches = Standardized(3, 8, 4, stride=4), torch.randn(5, 3, 4, 4)
+    expected = conv(patches)
+    fuse_tower([conv])
+    assert torch.equal(conv(patches), expected)
+
+
 def test_patches_are_rotated_as_by_transformers() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 7, 2, 8).to(torch.bfloat16)
     angles = torch.randn(7, 4).repeat(1, 2)
     expected = OWN(query, key, angles.cos(), angles.sin())
-    found = rotate_patches(liger, query, key, angles.cos(), angles.sin())
+    found = rotate_patches(liger, OWN, query, key, angles.cos(), angles.sin())
+    assert all(map(torch.equal, found, expected))
+
+
+def test_patches_of_other_shapes_are_rotated_by_the_family() -> None:
+    """Step 3.7 and Kimi K2.5 have a dimension of images, MiniMax M3 rotates a part of each head."""
+    torch.manual_seed(0)
+    cos, sin = torch.randn(2, 3, 7, 8)
+    query, key = torch.randn(2, 3, 7, 2, 8)
+    for shape in ((1, 7, 8), (3, 7, 8)):
+        angles = cos[: shape[0]], sin[: shape[0]]
+        found = rotate_patches(liger, OWN, query, key, *angles)
+        assert all(map(torch.equal, found, OWN(query, key, *angles)))
+    found = rotate_patches(liger, minimax, query[0], key[0], cos[0, :, :4], sin[0, :, :4])
+    expected = minimax(query[0], key[0], cos[0, :, :4], sin[0, :, :4])
     assert all(map(torch.equal, found, expected))
 
 
@@ -67,6 +101,7 @@ def test_only_the_rotary_embedding_that_the_kernel_computes_is_replaced(
     assert rotates_halves(OWN)
     assert not rotates_halves(interleaved)
     assert not rotates_halves(lambda query, positions: query)
+    assert not rotates_halves(lambda query, key, cos, sin: cos.unsqueeze(3) * query)
     tower = qwen.Qwen3VLVisionModel(
         Qwen3VLVisionConfig(
             depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=16,

@@ -97,6 +97,6 @@ def missing_inputs(config: Config) -> list[str]:
 
 def check_demos(config: Config) -> None:
     """Raise RLHFError for the first demo that is not installed, before anything loads."""
-    for path in (config.model.path, *(entry.path for entry in config.data.train)):
+    for path in (config.model.path, *(e.path for e in config.data.train + config.data.eval)):
         if path.startswith(DEMO):
             find("demo", path.removeprefix(DEMO))

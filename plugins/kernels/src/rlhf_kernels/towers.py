@@ -29,13 +29,15 @@ def fuse_tower(modules: Iterable[nn.Module]) -> None:
         own = family.get(ROTARY)
         if own is not None and not isinstance(own, Rotary) and rotates_halves(own):
             kernel = liger_module("rope").LigerRopeFunction.apply
-            family[ROTARY] = Rotary(partial(rotate_patches, kernel), own)
+            family[ROTARY] = Rotary(partial(rotate_patches, kernel, own), own)
 
 
 def takes_patches(conv: nn.Conv2d | nn.Conv3d) -> bool:
     """Return whether a convolution computes each patch by itself: none overlaps another."""
+    # A subclass may compute something else, such as timm's, which pad or scale.
+    own = type(conv) in (nn.Conv2d, nn.Conv3d)
     plain = conv.groups == 1 and not any(conv.padding) and {*conv.dilation} == {1}
-    return plain and conv.stride == conv.kernel_size
+    return own and plain and conv.stride == conv.kernel_size
 
 
 def embed_patches(conv: nn.Conv2d | nn.Conv3d, images: Tensor) -> Tensor:
@@ -51,13 +53,19 @@ def embed_patches(conv: nn.Conv2d | nn.Conv3d, images: Tensor) -> Tensor:
 
 
 def rotate_patches(
-    kernel: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+    kernel: Callable[..., Any],
+    own: Callable[..., Any],
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate queries and keys [patches, heads, C] by cos and sin [patches, C], computed in float32
-    as transformers does."""
+    as transformers does. Those of other shapes, such as [images, patches, heads, C], are rotated by
+    `own`, as are heads of which cos covers only a part."""
+    if query.dim() != 3 or cos.shape != (len(query), query.shape[-1]):
+        rotated: tuple[Tensor, Tensor] = own(query, key, cos, sin)
+        return rotated
     heads_first = (states[None].transpose(1, 2) for states in (query, key))
-    rotated = kernel(*heads_first, cos.float()[None], sin.float()[None], None, 1)
-    return rotated[0].transpose(1, 2)[0], rotated[1].transpose(1, 2)[0]
+    queries, keys, *_ = kernel(*heads_first, cos.float()[None], sin.float()[None], None, 1)
+    return queries.transpose(1, 2)[0], keys.transpose(1, 2)[0]
 
 
 def rotates_halves(rotary: Callable[..., Any]) -> bool:
@@ -68,5 +76,5 @@ def rotates_halves(rotary: Callable[..., Any]) -> bool:
     rotated = [s * cos + torch.cat([-s[..., 2:], s[..., :2]], -1) * sin for s in states]
     try:
         return all(map(torch.allclose, rotary(*states, cos, sin), rotated))
-    except (TypeError, RuntimeError, ValueError):  # Another signature, or other shapes.
+    except Exception:  # A function with another signature or other shapes may raise anything.
         return False

@@ -69,9 +69,13 @@ def check_trainer(trainer: Any, path: str) -> None:
 def complete_export(
     folder: Path, run: Path, *, role: str = "policy", until: float = math.inf
 ) -> None:
-    """Have every `ExportPlugin` add its files to the model folder `folder` of a run."""
+    """Have every `ExportPlugin` add its files to the model folder `folder` of a run. One that fails
+    costs nobody the model: it is named in a warning."""
     for plugin in (each for each in installed() if each.kind == "export"):
-        load_object(load_record(plugin).write, plugin)(folder, run, role=role, until=until)
+        try:
+            load_object(load_record(plugin).write, plugin)(folder, run, role=role, until=until)
+        except Exception as error:  # It may raise anything.
+            print(f"warning: the {plugin} has not added its files: {first_line(error)}", flush=True)
 
 
 def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:

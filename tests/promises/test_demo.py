@@ -1,8 +1,9 @@
 """The first thing a newcomer sees: `rlhf run sft` without arguments."""
 
 import io
+import os
 import re
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import attrs
@@ -20,14 +21,16 @@ from sft_runs import Inputs
 
 def demo_in(folder: str, cache: str) -> tuple[int, str]:
     """`rlhf run sft` in a folder, in a rank of the pool: exit code and output."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(io.StringIO()) as output,
-    ):
-        patch.chdir(folder)
-        patch.delenv("RANK")
-        patch.setenv("RLHF_CACHE", cache)
-        return main(["run", "sft"]), output.getvalue()
+    before = dict(os.environ)
+    try:
+        del os.environ["RANK"]
+        os.environ["RLHF_CACHE"] = cache
+        with chdir(folder), redirect_stdout(io.StringIO()) as output:
+            return main(["run", "sft"]), output.getvalue()
+    finally:
+        # A library that tokenises in several processes puts a copy in the place of os.environ.
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path, one: Ranks) -> None:

@@ -41,7 +41,7 @@ class Forwards:
     def on_rank_zero(self, act: Any, *, share: bool) -> None:
         return None
 
-    def load(self, role: str, *, dropout: bool) -> Any:
+    def load(self, role: str, *, dropout: bool, first_step: int) -> Any:
         return SimpleNamespace(module=SimpleNamespace())
 
     def reference(self, mode: str, **options: Any) -> str:

@@ -256,7 +256,8 @@ def test_without_model_and_data_the_demo_runs_with_the_users_settings(toy: Path)
     assert not read_config("toy", overrides=GIVEN).demo
 
 
-def test_the_data_of_a_demo_may_be_files_beside_it(toy: Path) -> None:
+def test_the_data_of_a_demo_may_be_files_beside_it(toy: Path, install: Install) -> None:
+    install("rlhf-sums", {"demos": {"arithmetic": "sums:plugin"}}, {"sums": "plugin = None"})
     (toy / "toys.jsonl").write_text("{}")
     (toy / "held.jsonl").write_text("{}")
     data = read_config("toy").config.data

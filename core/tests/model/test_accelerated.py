@@ -209,5 +209,5 @@ def test_without_kernels_a_model_with_recurrent_layers_runs_padded_rows(
     module = PackedModel(random_model("Bamba"))
     choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
     assert (choice.path, choice.reason) == (
-        "padded", "it has recurrent layers (linear_attention), and no kernels are installed"
+        "padded", "it has recurrent layers (linear_attention), and rlhf-kernels is not installed"
     )  # fmt: skip

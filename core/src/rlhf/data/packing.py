@@ -96,8 +96,8 @@ def has_images(example: Example) -> bool:
 
 
 def blank_of(examples: Sequence[Example]) -> Example | None:
-    """Return the example with images that has the fewest tokens, of those made in the run without
-    answers of text; None if no example has any."""
+    """Return the example with images that has the fewest tokens; None if no example has any. Of
+    examples that the run has made, only the prompt, if no answer has images."""
     if not hasattr(examples, "lengths"):
         found = _smallest(examples)
         if found is None or SEGMENT_ROWS in found.inputs:

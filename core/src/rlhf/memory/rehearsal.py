@@ -250,8 +250,8 @@ def largest_made(order: RunOrder, made: Example) -> Largest:
 
 
 def filled(order: RunOrder, tree: Example, own: int, blank: Example | None = None) -> PackedBatch:
-    """Return as many examples like `tree` as fit into the budget, up to `own`. Text is what smaller
-    examples would fill up."""
+    """Return as many examples like `tree` as fit into the budget, up to `own`. If there are more,
+    text fills what they leave, as smaller examples would."""
     budget = order.config.batch.budget
     fitting = max(1, min(own, budget // num_tokens(tree)))
     examples = [tree] * fitting

@@ -312,7 +312,7 @@ def takes_our_attention(causal: Any) -> str | None:
     recurrent = recurrent_layers(causal)
     kernels = installed_kernels()
     if recurrent and (kernels is None or not kernels.computes_trees(causal)):
-        missing = ", and no kernels are installed" if kernels is None else ""
+        missing = ", and rlhf-kernels is not installed" if kernels is None else ""
         return f"it has recurrent layers ({', '.join(recurrent)}){missing}"
     if sparse := sorted(kinds & SPARSE_LAYERS):
         return f"it has sparse attention ({', '.join(sparse)})"

@@ -211,9 +211,9 @@ def sum_gradients(
         whole = torch.stack([*losses.values()]).sum()
         sums.add(loss, whole)
         session.place.enter("backward", batch=number)
-        for role, part in ((role, part) for role, part in losses.items() if role in moving):
+        for role in (role for role in losses if role in moving):
             # Sequence ranks have the same loss, and gradients are summed over them.
-            share = poison_unless_finite(part, whole) / session.mesh.sequence.size
+            share = poison_unless_finite(losses[role], whole) / session.mesh.sequence.size
             session.trained[role].engine.backward(share, last=number == len(batches))
     return sums
 

@@ -42,8 +42,7 @@ def takes_patches(conv: nn.Conv2d | nn.Conv3d) -> bool:
 
 def embed_patches(conv: nn.Conv2d | nn.Conv3d, images: Tensor) -> Tensor:
     """Return `conv(images)`: by one product if each image is one patch, as Qwen's processors
-    prepare them. For such sizes cuDNN has no fast convolution (benchmarks/NOTES.md, Rows with
-    images)."""
+    prepare them. cuDNN is slow at that (benchmarks/NOTES.md, Rows with images: the tower)."""
     if tuple(images.shape[2:]) != tuple(conv.kernel_size):
         kind: Any = type(conv)
         own: Tensor = kind.forward(conv, images)

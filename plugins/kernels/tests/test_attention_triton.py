@@ -58,7 +58,9 @@ def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scoring: Scor
     return scores.softmax(-1)[..., : key.shape[2]] @ value
 
 
-def errors(case: str, spans: Any, kind: str, dtype: torch.dtype) -> list[float]:
+def errors(
+    case: str, spans: Any, kind: str, dtype: torch.dtype, *, split: bool = False
+) -> list[float]:
     """The errors of the output and of each gradient; the same in each run."""
     heads, scoring = CASES[case]
     batch, function = batch_of(spans), KINDS[kind]
@@ -78,7 +80,7 @@ def errors(case: str, spans: Any, kind: str, dtype: torch.dtype) -> list[float]:
         scoring = scoring._replace(sinks=scoring.sinks.to(DEVICE).requires_grad_())
     inputs = [item.requires_grad_() for item in (query, key, value)]
     exact = [item.detach().double().requires_grad_() for item in inputs]
-    found = fused_tree(*inputs, mask, scoring)
+    found = fused_tree(*inputs, mask, scoring, split=split)
     expected = dense(*exact, whole(mask).to(DEVICE), scoring)
     sinks = [] if scoring.sinks is None else [scoring.sinks]
     gradients, again = (
@@ -105,6 +107,11 @@ def test_values_and_gradients_under_the_mask_of_trees(spans: Any, kind: str) -> 
     assert max(errors("groups", spans, kind, torch.float32)) < DTYPES[torch.float32]
 
 
+@pytest.mark.parametrize("case", ["one head", "groups", "sinks"])
+def test_gradients_of_keys_summed_from_those_of_each_head(case: str) -> None:
+    assert max(errors(case, SPANS[1], "full", torch.float32, split=True)) < DTYPES[torch.float32]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case != "groups"])
 def test_values_and_gradients_of_heads_of_all_kinds(case: str) -> None:
     assert max(errors(case, SPANS[0], "wide", torch.float32)) < DTYPES[torch.float32]
@@ -118,7 +125,9 @@ def test_values_and_gradients_of_heads_of_all_kinds(case: str) -> None:
 def test_values_and_gradients_of_longer_rows(case: str, dtype: torch.dtype) -> None:
     for spans in (((200, (90, 130)), (0, (40,)), (3, (300,))), ((1000, (24,)),)):
         for kind in ("full", "sliding", "wide", "chunked"):
-            assert max(errors(case, spans, kind, dtype)) < DTYPES[dtype], (spans, kind)
+            for split in (False, True):
+                found = errors(case, spans, kind, dtype, split=split)
+                assert max(found) < DTYPES[dtype], (spans, kind, split)
 
 
 def test_tokens_that_only_round_a_row_up_see_only_themselves() -> None:

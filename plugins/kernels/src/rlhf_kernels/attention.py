@@ -11,7 +11,7 @@ from rlhf_kernels.ahead import Ahead
 from rlhf_kernels.libraries import LIBRARIES, Libraries
 from rlhf_kernels.meta import MetaAttention
 from rlhf_kernels.rows import Row
-from rlhf_kernels.tree import Heads, fused_tree, heads_of
+from rlhf_kernels.tree import Heads, fused_tree, heads_of, is_uneven
 
 
 class Attention:
@@ -46,6 +46,8 @@ class AttentionRow:
         self.attention = attention
         self.row = row
         self.chosen = chosen
+        self.split: dict[Heads, bool] = {}
+        """Whether backward of our kernel is split, by the kind of attention."""
 
     def lengths(self) -> list[Tensor]:
         """Return the tensors whose sizes differ from row to row, besides the row's own."""
@@ -71,7 +73,9 @@ class AttentionRow:
         if torch.compiler.is_compiling():
             return fused_tree(query, key, value, mask, scoring)
         self.attention.ahead.wait("forward")
-        output = fused_tree(query, key, value, mask, scoring)
+        if kind not in self.split:
+            self.split[kind] = not mask.windowed and is_uneven(self.row.spans, kind, query.device)
+        output = fused_tree(query, key, value, mask, scoring, split=self.split[kind])
         self.attention.ahead.wait_in_backward(output)
         return output
 

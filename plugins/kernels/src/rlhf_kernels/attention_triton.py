@@ -273,16 +273,19 @@ def _for_key(
 
 @triton.jit
 def _key_gradients(
-    program, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
+    program, share, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
     gradient_heads, gradient_stride, of_key_heads, of_key_stride, of_value_heads, of_value_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDTH: tl.constexpr, OF_VALUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OF_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, KEPT: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a tile of keys and values."""
-    head = (program % KEY_HEADS).to(tl.int64)
-    first = program // KEY_HEADS * KEPT
+    """Compute what `share` heads of a group add to the gradients of a tile of keys and values."""
+    sums = KEY_HEADS * GROUP // share
+    of_sum = (program % sums).to(tl.int64)
+    first_head = of_sum * share
+    head = first_head // GROUP
+    first = program // sums * KEPT
     column = first + tl.arange(0, KEPT)
     k = _rows(key + head * key_heads, column, key_stride, tokens, WIDTH, BLOCK, True)
     v = _rows(
@@ -296,8 +299,8 @@ def _key_gradients(
     full_end = tl.min(tl.load(bounds + 4 * tokens + column))
     full = tl.maximum((full_end - first) // READ - diagonal, 0)
     mixed = tl.cdiv(end - first, READ) - full
-    for index in range(GROUP * full):
-        in_group = head * GROUP + index // full
+    for index in range(share * full):
+        in_group = first_head + index // full
         change, change_of_value = _for_key(
             k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
             lse + in_group * tokens, product + in_group * tokens,
@@ -305,8 +308,8 @@ def _key_gradients(
             first + (diagonal + index % full) * READ, tokens, column, change, change_of_value,
             WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, True,
         )  # fmt: skip
-    for index in range(GROUP * mixed):
-        in_group = head * GROUP + index // mixed
+    for index in range(share * mixed):
+        in_group = first_head + index // mixed
         tile = index % mixed
         change, change_of_value = _for_key(
             k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
@@ -316,9 +319,9 @@ def _key_gradients(
             column, change, change_of_value,
             WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, False,
         )  # fmt: skip
-    _store(of_key + head * of_key_heads, column, of_key_stride, change * SCALE, WIDTH, BLOCK)
+    _store(of_key + of_sum * of_key_heads, column, of_key_stride, change * SCALE, WIDTH, BLOCK)
     _store(
-        of_value + head * of_value_heads, column, of_value_stride, change_of_value,
+        of_value + of_sum * of_value_heads, column, of_value_stride, change_of_value,
         OF_VALUE, BLOCK_OF_VALUE,
     )  # fmt: skip
 
@@ -370,9 +373,10 @@ def _query_gradients(
     _store(of_query + head * of_query_heads, row, of_query_stride, change * SCALE, WIDTH, BLOCK)
 
 
-@triton.jit
+# One kernel for any share, also of 1, which Triton would compile apart.
+@triton.jit(do_not_specialize=["share"])
 def backward(
-    query, key, value, gradient, lse, product, of_query, of_key, of_value, bounds, tokens,
+    query, key, value, gradient, lse, product, of_query, of_key, of_value, bounds, tokens, share,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
     gradient_heads, gradient_stride, of_query_heads, of_query_stride,
     of_key_heads, of_key_stride, of_value_heads, of_value_stride,
@@ -380,12 +384,13 @@ def backward(
     WIDTH: tl.constexpr, OF_VALUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OF_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, KEPT: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """Programs for tiles of keys come first, since each runs through all queries of its group."""
+    """Programs for tiles of keys come first, since each runs through the queries of `share` heads
+    of its group."""
     program = tl.program_id(0)
-    of_keys = tokens // KEPT * KEY_HEADS
+    of_keys = tokens // KEPT * (KEY_HEADS * GROUP // share)
     if program < of_keys:
         _key_gradients(
-            program, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
+            program, share, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
             query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
             gradient_heads, gradient_stride, of_key_heads, of_key_stride,
             of_value_heads, of_value_stride, KEY_HEADS, GROUP, SCALE, SOFTCAP,

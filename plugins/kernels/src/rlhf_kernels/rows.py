@@ -37,6 +37,7 @@ class Row:
     """The examples of one packed row.
 
     - `device`: that of the row.
+    - `spans`: its prompts and answers.
     - `sizes` [n]: on the host, the number of tokens of each example.
     - `form`: the row's Form.
     - `libraries`: those that may compute layers without a window, the fastest first.
@@ -44,7 +45,7 @@ class Row:
     """
 
     def __init__(self, tree: Tree, libraries: tuple[str, ...] | None = None) -> None:
-        self.device = tree.owner.device
+        self.device, self.spans = tree.owner.device, tree.spans
         self.sizes = torch.tensor(tree.lengths[:-1], dtype=torch.long)
         self.form: Form = "one" if len(self.sizes) == 1 else "several"
         if not all(tree.chains):

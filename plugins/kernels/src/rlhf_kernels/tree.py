@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import RLHFError
-from rlhf.kernels import BLOCK, Scoring, TreeMask, scale_of
+from rlhf.kernels import BLOCK, Scoring, Spans, TreeMask, scale_of
 
 
 class Heads(NamedTuple):
@@ -32,9 +32,16 @@ def heads_of(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Hea
 
 
 def fused_tree(
-    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: TreeMask,
+    scoring: Scoring,
+    *,
+    split: bool = False,
 ) -> Tensor:
-    """Compute attention over a row of T tokens, a multiple of BLOCK, in one kernel.
+    """Compute attention over a row of T tokens, a multiple of BLOCK, in one kernel; with `split`,
+    each head's part of the gradients of keys and values apart.
 
     Sinks are applied to its output: with log-sum-exp L of a token's scores and a sink s, the real
     tokens keep the share exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
@@ -48,12 +55,15 @@ def fused_tree(
     assert query.shape[2] % BLOCK == 0, "the row is not rounded up"
     scale = scale_of(query, scoring)
     output: Tensor
-    output, lse = TreeAttention.apply(query, key, value, mask.bounds, scale, softcap)
+    output, lse = TreeAttention.apply(query, key, value, mask.bounds, scale, softcap, split)
     if sinks is not None:
         kept = torch.sigmoid(lse - sinks.view(1, -1, 1).float())
         output = output * kept.unsqueeze(-1).to(output.dtype)
     return output
 
+
+UNEVEN = 1.0
+"""How much longer than the average program the longest one takes where it is split."""
 
 ROWS = 32
 """Tokens of one head whose gradient and output a program multiplies."""
@@ -87,11 +97,12 @@ class TreeAttention(torch.autograd.Function):
         bounds: Tensor,
         scale: float,
         softcap: float | None,
+        split: bool,
     ) -> tuple[Tensor, Tensor]:
         query, key, value = (_with_adjacent_numbers(tensor) for tensor in (query, key, value))
         output, lse = attend(query, key, value, bounds, scale, softcap)
         ctx.save_for_backward(query, key, value, bounds, output, lse)
-        ctx.scale, ctx.softcap = scale, softcap
+        ctx.scale, ctx.softcap, ctx.split = scale, softcap, split
         return output, lse
 
     @staticmethod
@@ -99,9 +110,9 @@ class TreeAttention(torch.autograd.Function):
         query, key, value, bounds, output, lse = ctx.saved_tensors
         changes = differentiate(
             _with_adjacent_numbers(gradient), of_lse.contiguous(), query, key, value, bounds,
-            output, lse, ctx.scale, ctx.softcap,
+            output, lse, ctx.scale, ctx.softcap, ctx.split,
         )  # fmt: skip
-        return *changes, None, None, None
+        return *changes, None, None, None, None
 
 
 def attend(
@@ -140,9 +151,10 @@ def differentiate(
     lse: Tensor,
     scale: float,
     softcap: float | None,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. On the meta device kernels are compiled and not
-    run."""
+    """Return the gradients of query, key and value, see `fused_tree`. On the meta device kernels
+    are compiled and not run."""
     from rlhf_kernels import attention_triton as kernels
 
     heads, tokens = query.shape[1:3]
@@ -154,18 +166,43 @@ def differentiate(
         gradient, output, of_lse, product, tokens, *_strides(gradient, output),
         WIDTH=width, BLOCK=_columns(width), ROWS=ROWS,
     )  # fmt: skip
-    of_query, of_key = empty_row(query, query.shape[3]), empty_row(key, key.shape[3])
-    of_value = empty_row(value, width)
+    # Heads whose parts of the gradients of keys and values a program sums.
+    share = 1 if split else heads // key.shape[1]
+    sums = heads // share
+    of_query, of_key = empty_row(query, query.shape[3]), empty_row(key, key.shape[3], sums)
+    of_value = empty_row(value, width, sums)
     tiles = backward_tiles(query, value)
-    programs = (key.shape[1] + heads) * (tokens // tiles.kept)
+    programs = (sums + heads) * (tokens // tiles.kept)
     launch = _launcher(kernels.backward, (programs,), query)
     launch(
         query, key, value, gradient, lse, product, of_query, of_key, of_value, bounds, tokens,
-        *_strides(query, key, value, gradient, of_query, of_key, of_value),
+        share, *_strides(query, key, value, gradient, of_query, of_key, of_value),
         KEY_HEADS=key.shape[1], **_options(query, key, value, scale, softcap),
         KEPT=tiles.kept, READ=tiles.read, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    if split:
+        parts = (part.unflatten(1, (key.shape[1], -1)) for part in (of_key, of_value))
+        of_key, of_value = (part.sum(2) for part in parts)
     return of_query, of_key, of_value
+
+
+def is_uneven(spans: Spans, kind: Heads, device: torch.device) -> bool:
+    """Return whether the tokens that most queries see, such as a prompt that many answers share,
+    keep one program of backward busy for longer than the others have work, so that it is faster
+    with `split` (benchmarks/NOTES.md, Many answers to one prompt)."""
+    group = kind.heads // kind.key_heads
+    if group == 1 or device.type != "cuda":
+        return False
+    longest = max((prompt + sum(answers) for prompt, answers in spans), default=0)
+    pairs = sum(
+        prompt**2 / 2 + sum(answer * (prompt + answer / 2) for answer in answers)
+        for prompt, answers in spans
+    )
+    kept = 128 if 64 < max(kind.width, kind.of_value) <= 128 else 64
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    # In pairs of a query and a key: of one program, and of each multiprocessor on average.
+    alone, average = group * longest * kept, 2 * kind.heads * pairs / processors
+    return alone > UNEVEN * average
 
 
 def _launcher(kernel: Any, grid: tuple[int, ...], query: Tensor) -> Any:
@@ -215,10 +252,11 @@ def _with_adjacent_numbers(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def empty_row(tensor: Tensor, width: int) -> Tensor:
-    """Return an empty [1, heads, T, width], in which the heads of a token are adjacent."""
-    _, heads, tokens, _ = tensor.shape
-    return tensor.new_empty(1, tokens, heads, width).transpose(1, 2)
+def empty_row(tensor: Tensor, width: int, heads: int | None = None) -> Tensor:
+    """Return an empty [1, heads, T, width], in which the heads of a token are adjacent, for a
+    tensor [1, heads, T, C] or with so many `heads`."""
+    _, own, tokens, _ = tensor.shape
+    return tensor.new_empty(1, tokens, heads or own, width).transpose(1, 2)
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from rlhf.kernels import Scoring, Tree, TreeMask, blank_batch
 from rlhf_kernels.flash import flash_row
 from rlhf_kernels.rows import has_flash, layout
-from rlhf_kernels.tree import fused_tree
+from rlhf_kernels.tree import fused_tree, heads_of, is_uneven
 
 Spans = tuple[tuple[int, tuple[int, ...]], ...]
 ROUNDS = 20
@@ -51,7 +51,9 @@ ROWS: dict[str, Spans] = {
     "answers of 4,000": examples(4000, 20_000, 1),
     "pairs of 6,000": examples(6000, 24_000, 2),
     "pairs of 8,000": ((7000, (500, 500)),) * 3,
+    "eight answers of 1,024": ((64, (1024,) * 8),) * 2,
     "eight answers of 2,000": ((1000, (2000,) * 8),),
+    "sixteen answers of 1,000": ((100, (1000,) * 16),),
     "pairs of 16,000": ((14_000, (1000, 1000)),) * 2,
     "one of 32,768": ((0, (32_768,)),),
 }
@@ -99,8 +101,10 @@ def line(spans: Spans, options: argparse.Namespace) -> str:
         _compile=True,
     )  # fmt: skip
     compiled = torch.compile(flex_attention)
+    scoring = Scoring(0.0, None, None, None)
+    split = is_uneven(spans, heads_of(query, key, value, scoring), query.device)
     ways: list[Callable[[], Tensor]] = [
-        lambda: fused_tree(query, key, value, mask, Scoring(0.0, None, None, None)),
+        lambda: fused_tree(query, key, value, mask, scoring, split=split),
         lambda: compiled(query, key, value, block_mask=blocks, enable_gqa=True),
     ]
     if has_flash():

@@ -45,6 +45,9 @@ def test_rows_of_all_lengths_need_one_compiled_kernel_of_each_kind(
     module = llama(head_dim=72).to("cuda")
     for lengths in ((60, 40), (128,), (1000, 24), (5,) * 26):
         module.packed_row(row(*lengths).to(CUDA)).sum().backward()
+    # Also where the gradients of keys are summed from those of each head.
+    monkeypatch.setattr("rlhf_kernels.attention.is_uneven", lambda *_: True)
+    module.packed_row(row(60, 40).to(CUDA)).sum().backward()
     kernels = [name for name in compiled if "attention" in name]
     assert len(kernels) == 3, kernels
     assert not torch._dynamo.utils.counters["stats"]

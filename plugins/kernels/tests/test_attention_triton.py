@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from rlhf.kernels import Scoring, Tree, TreeMask
 from rlhf.model.masks import lowest_visible
-from rlhf_kernels.tree import fused_tree
+from rlhf_kernels.tree import Heads as KernelHeads
+from rlhf_kernels.tree import fused_tree, is_uneven
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,6 +112,27 @@ def test_values_and_gradients_under_the_mask_of_trees(spans: Any, kind: str) -> 
 @pytest.mark.parametrize("case", ["one head", "groups", "sinks"])
 def test_gradients_of_keys_summed_from_those_of_each_head(case: str) -> None:
     assert max(errors(case, SPANS[1], "full", torch.float32, split=True)) < DTYPES[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("spans", "key_heads", "uneven"),
+    [
+        (((64, (1024,) * 8),) * 2, 2, True),
+        (((100, (1000,) * 16),), 2, True),
+        (((64, (1024,) * 8),) * 2, 12, False),
+        (((200, (100, 100)),) * 40, 2, False),
+        (((0, (16_384,)),), 2, False),
+        ((), 2, False),
+    ],
+    ids=["eight answers", "sixteen answers", "no groups", "pairs", "one document", "filler"],
+)
+def test_backward_is_split_where_many_answers_share_a_prompt(
+    spans: Any, key_heads: int, uneven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    kind = KernelHeads(12, key_heads, 128, 128, torch.bfloat16, 1.0, None)
+    assert is_uneven(spans, kind, torch.device("cuda")) == uneven
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "groups"])

@@ -390,9 +390,9 @@ def backward(
     of_keys = tokens // KEPT * (KEY_HEADS * GROUP // share)
     if program < of_keys:
         _key_gradients(
-            program, share, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
-            query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
-            gradient_heads, gradient_stride, of_key_heads, of_key_stride,
+            program, share, query, key, value, gradient, lse, product, of_key, of_value,
+            bounds, tokens, query_heads, query_stride, key_heads, key_stride,
+            value_heads, value_stride, gradient_heads, gradient_stride, of_key_heads, of_key_stride,
             of_value_heads, of_value_stride, KEY_HEADS, GROUP, SCALE, SOFTCAP,
             WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, PRECISION, KEPT, READ,
         )  # fmt: skip

@@ -62,8 +62,9 @@ def fused_tree(
     return output
 
 
-UNEVEN = 1.0
-"""How much longer than the average program the longest one takes where it is split."""
+KEYS = 160
+"""Keys of a tile of the longest program of backward: more than a tile has, since alone on its
+multiprocessor it is slower."""
 
 ROWS = 32
 """Tokens of one head whose gradient and output a program multiplies."""
@@ -187,22 +188,20 @@ def differentiate(
 
 
 def is_uneven(spans: Spans, kind: Heads, device: torch.device) -> bool:
-    """Return whether the tokens that most queries see, such as a prompt that many answers share,
-    keep one program of backward busy for longer than the others have work, so that it is faster
-    with `split` (benchmarks/NOTES.md, Many answers to one prompt)."""
+    """Return whether backward is faster with `split`: where the keys that most queries see, such as
+    those of a prompt with many answers, keep one program busy for longer than the multiprocessors
+    have work on average (benchmarks/NOTES.md, Many answers to one prompt)."""
     group = kind.heads // kind.key_heads
     if group == 1 or device.type != "cuda":
         return False
-    longest = max((prompt + sum(answers) for prompt, answers in spans), default=0)
+    sizes = [prompt + sum(answers) for prompt, answers in spans]
     pairs = sum(
         prompt**2 / 2 + sum(answer * (prompt + answer / 2) for answer in answers)
         for prompt, answers in spans
     )
-    kept = 128 if 64 < max(kind.width, kind.of_value) <= 128 else 64
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    # In pairs of a query and a key: of one program, and of each multiprocessor on average.
-    alone, average = group * longest * kept, 2 * kind.heads * pairs / processors
-    return alone > UNEVEN * average
+    work = 2 * kind.heads * (pairs + BLOCK * sum(sizes)) / processors
+    return KEYS * group * max(sizes, default=0) > work
 
 
 def _launcher(kernel: Any, grid: tuple[int, ...], query: Tensor) -> Any:

@@ -215,8 +215,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, chooser: Libraries) -> Iterator[list
     def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **options: calls.append(name) or kernel(*given, **options)
 
-    def attend(*given: Any, split: bool = False) -> Tensor:
-        return dense(*given)
+    def attend(*given: Any, split: bool = False, **named: Any) -> Tensor:
+        return dense(*given, **named)
 
     ours = counted("ours", attend)
     monkeypatch.setattr(attentions, "fused_tree", ours)

@@ -3,7 +3,7 @@ the backend and the kernels find on this machine, and whether plugins can be loa
 
 from rlhf.memory.choice import advice, choose
 from rlhf.memory.fit import StepFit
-from rlhf.memory.rehearsal import NotRehearsed, checkpoint_bytes
+from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.accelerated import installed_kernels, load_kernels
 from rlhf.registry.gateway import (
     build_backend,
@@ -25,7 +25,6 @@ __all__ = [
     "build_backend",
     "check_backend",
     "check_trainer",
-    "checkpoint_bytes",
     "choose",
     "config_class",
     "demo_file",

@@ -1,8 +1,9 @@
 """What the commands of other distributions use, without torch."""
 
 from rlhf.commands.main import main
+from rlhf.config.field_docs import field_docs
 from rlhf.config.source_names import is_local
-from rlhf.config.structure import section_class, setting_name
+from rlhf.config.structure import expected, section_class, setting_name
 from rlhf.folder.disk import write_file
 from rlhf.folder.run_folder import EXTRA_FILE, is_running, model_folder, read_json, read_lines
 from rlhf.launch.caches import cache_root
@@ -15,13 +16,15 @@ from rlhf.registry.installed import (
     known_plugins,
 )
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import flow, leaves, load_yaml, parse_yaml
+from rlhf.request.settings_tree import flow, leaves, load_yaml, parse_yaml, to_tree
 
 __all__ = [
     "EXTRA_FILE",
     "NotInstalled",
     "Request",
     "cache_root",
+    "expected",
+    "field_docs",
     "find_backend",
     "flow",
     "installed",
@@ -39,5 +42,6 @@ __all__ = [
     "read_lines",
     "section_class",
     "setting_name",
+    "to_tree",
     "write_file",
 ]

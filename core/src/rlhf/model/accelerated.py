@@ -167,13 +167,6 @@ def rehearsed_attention() -> Iterator[Collection[Any]]:
         yield kinds
 
 
-def compile_ahead(kinds: Collection[Any], device: torch.device) -> None:
-    """Begin to compile what these kinds of attention need on a device."""
-    kernels = kernels_on(device)
-    if kernels is not None:
-        kernels.compile_ahead(kinds, device)
-
-
 def check_packed(
     path: str, reason: str, model: ModelConfig, sequence: Axis, recurrent: Sequence[str] = ()
 ) -> None:

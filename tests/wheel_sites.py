@@ -15,11 +15,6 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
-TOOLS = (
-    *("card", "config", "doctor", "inspect", "launch", "plan", "plugins", "push", "report"),
-    "runs",
-)
-"""The plugins of rlhf-tools."""
 
 
 def build(folder: Path, projects: Iterable[Path] = PROJECTS) -> dict[str, Path]:

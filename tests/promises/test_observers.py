@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import sft_runs
+from rlhf.commands.config import describe
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import RunRecord
 from rlhf.registry import observers as limits
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf_devkit import Ranks, without_timings
-from rlhf_tools.config import describe
 from sft_runs import Inputs
 
 SECRET = "f" * 40

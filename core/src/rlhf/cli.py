@@ -1,9 +1,8 @@
 """What the commands of other distributions use, without torch."""
 
 from rlhf.commands.main import main
-from rlhf.config.field_docs import field_docs
 from rlhf.config.source_names import is_local
-from rlhf.config.structure import expected, section_class, setting_name
+from rlhf.config.structure import section_class, setting_name
 from rlhf.folder.disk import write_file
 from rlhf.folder.run_folder import EXTRA_FILE, is_running, model_folder, read_json, read_lines
 from rlhf.launch.caches import cache_root
@@ -16,15 +15,13 @@ from rlhf.registry.installed import (
     known_plugins,
 )
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import flow, leaves, load_yaml, parse_yaml, to_tree
+from rlhf.request.settings_tree import flow, leaves, load_yaml, parse_yaml
 
 __all__ = [
     "EXTRA_FILE",
     "NotInstalled",
     "Request",
     "cache_root",
-    "expected",
-    "field_docs",
     "find_backend",
     "flow",
     "installed",
@@ -42,6 +39,5 @@ __all__ = [
     "read_lines",
     "section_class",
     "setting_name",
-    "to_tree",
     "write_file",
 ]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-import rlhf_tools.config  # noqa: F401  The fixture `install` hides torch and plugins.
+import rlhf.train.default_hooks
+import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.registry.imports import load_object, load_record
@@ -26,12 +27,6 @@ HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torch
 def replace(monkeypatch: pytest.MonkeyPatch, module: str, name: str, act: Any) -> None:
     """Stand-ins for what the shell starts: the real ones import torch and have their own tests."""
     monkeypatch.setattr(f"{module}.{name}", act)
-
-
-@pytest.fixture
-def tools(install: Install) -> None:
-    """The command `config` of rlhf-tools."""
-    install("rlhf-tools", {"commands": {"config": "rlhf_tools:config_plugin"}})
 
 
 def test_run_hands_over_the_request_and_its_exit_code(
@@ -96,7 +91,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
         assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["config", "toy"], ["--version"]])
 def test_an_output_on_a_full_disk_is_one_line(
     words: list[str],
     toy: Path,
@@ -164,7 +159,7 @@ def test_an_error_names_its_rank_unless_rank_0_reports_it(
 def test_several_mistakes_are_listed_under_one_heading(
     toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "toy", "--toy.bta", "1", "--batch", "0"]) == 2
+    assert main(["config", "toy", "--toy.bta", "1", "--batch", "0"]) == 2
     assert capsys.readouterr().err == (
         "error: 2 problems in the configuration\n"
         "  batch.size: must be > 0: 0\n"
@@ -193,9 +188,17 @@ def test_ctrl_c_is_exit_code_130_with_one_message_and_a_defect_raises(
         main(["run", "toy"])
 
 
+def test_config_prints_yaml_without_asking_for_model_and_data(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "toy", "--toy.beta", "0.5"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["toy"]["beta"], tree["optim"]["lr"], tree["model"]["path"]) == (0.5, 1e-6, "")
+
+
 @pytest.mark.parametrize("command", ["run", "config"])
 def test_help_after_a_name_lists_its_settings(
-    toy: Path, tools: None, capsys: pytest.CaptureFixture[str], command: str
+    toy: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, "toy", "--help"]) == 0
     text = capsys.readouterr().out
@@ -206,18 +209,6 @@ def test_help_after_a_name_lists_its_settings(
         main([command, "--help"])
     assert caught.value.code == 0
     assert "--resume [step-N]" in capsys.readouterr().out
-
-
-def test_help_after_a_name_says_which_package_lists_its_settings(
-    toy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", "toy", "--help"]) == 2
-    out, err = capsys.readouterr()
-    assert out.startswith("usage: rlhf run toy [CONFIG.yaml] [--section.field VALUE ...]\n")
-    assert err == (
-        "error: command 'config' is not installed (run `pip install rlhf-tools`); available: "
-        f"{', '.join(CORE_COMMANDS)}\n"
-    )
 
 
 def test_a_default_that_is_not_a_setting_names_the_plugin(
@@ -235,7 +226,7 @@ def test_a_default_that_is_not_a_setting_names_the_plugin(
         "has a wrong default: optim.learning_rate: 'learning_rate' is optim.lr here; "
         "train.log_every: expected a whole number, got 1.5"
     )
-    assert main(["run", "more", "--model", "m", "--data", "d"]) == 2
+    assert main(["config", "more"]) == 2
     assert capsys.readouterr().err == f"error: trainer 'more' of rlhf-more 1.0 {wrong}\n"
 
 
@@ -256,7 +247,7 @@ def test_a_closed_pipe_is_not_an_error(toy: Path, words: str) -> None:
 
 
 def test_the_argument_of_deepspeeds_launcher_is_accepted(
-    toy: Path, tools: None, capsys: pytest.CaptureFixture[str]
+    toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--local_rank=1", "config", "toy"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["toy"]["beta"] == 0.1
@@ -348,7 +339,7 @@ HELLO = """
     ["--times 3 toy --toy.beta 0.5 --model m --data d", "toy --toy.beta 0.5 --times=3 --nproc 1"],
 )
 def test_a_command_of_another_distribution_gets_the_request_and_its_own_options(
-    toy: Path, tools: None, install: Install, capsys: pytest.CaptureFixture[str], words: str
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     install("rlhf-hello", {"commands": {"hello": "hello_plugin:plugin"}}, {"hello_plugin": HELLO})
     assert main(["hello", *words.split()]) == 7
@@ -362,7 +353,7 @@ def test_a_command_of_another_distribution_gets_the_request_and_its_own_options(
 
 
 def test_a_broken_command_hurts_only_itself(
-    toy: Path, tools: None, install: Install, capsys: pytest.CaptureFixture[str]
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = {"hello": "hello_plugin:plugin", "lost": "hello_plugin:words", "gone": "gone:plugin"}
     groups = {"commands": commands | {"run": "hello_plugin:plugin"}}

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from attrs import field, frozen, validators
 
+from rlhf.commands.config import describe
 from rlhf.config.field_docs import field_docs
 from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, DataEntry, OptimConfig
@@ -406,6 +407,27 @@ def test_a_configuration_survives_its_tree_its_yaml_and_pickling(toy: Path) -> N
     assert again == config
     assert changed_keys(yaml.safe_load(Path(file).read_text()), to_tree(config)) == {}
     assert pickle.loads(pickle.dumps(request)) == request
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", "8"], [*GIVEN, "--data.eval", "[a, b]"]])
+def test_the_printed_configuration_reads_back_to_the_same(toy: Path, words: list[str]) -> None:
+    config = read_config("toy", overrides=words, inputs=False).config
+    text = describe(read_config("toy", overrides=words, inputs=False))
+    assert read_config("toy", overrides=[yaml_file(toy, text)], inputs=False).config == config
+    assert max(len(line) for line in text.splitlines() if "#" in line) <= 100
+
+
+def test_the_printed_configuration_documents_each_field(toy: Path) -> None:
+    text = describe(read_config("toy", overrides=["--lora.rank", "4"], inputs=False))
+    assert "with LoRA: ten times the default of toy" in text
+    assert (
+        "\n# A toy workflow.\ntoy:\n  # Strength of the toy.\n  beta: 0.1\n"
+        "  # Which loss, with a text that is long enough to be wrapped over two lines of comment "
+        "when it is\n  # printed: really. (one of sigmoid, hinge)\n  loss: sigmoid\n"
+    ) in text
+    off = describe(read_config("toy", inputs=False))
+    assert "\nlora: null\n  # Rank of the update.\n  # rank: 16\n" in off
+    assert "An entry has path, subset, split, weight, limit, columns." in text
 
 
 def test_every_field_of_core_is_documented() -> None:

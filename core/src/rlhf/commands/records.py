@@ -41,6 +41,11 @@ run = CommandPlugin(
     run="rlhf.commands.records:run_command",
     takes="run",
 )
+config = CommandPlugin(
+    help="print every setting with its value, as YAML",
+    run="rlhf.commands.config:config_command",
+    takes="settings",
+)
 export = CommandPlugin(
     help="write a model folder from RUN/checkpoints/step-N, or from RUN",
     run="rlhf.commands.records:export_command",

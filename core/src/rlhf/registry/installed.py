@@ -31,6 +31,7 @@ WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""
 CORE_COMMANDS = {
     "run": "rlhf.commands.records:run",
+    "config": "rlhf.commands.records:config",
     "export": "rlhf.commands.records:export",
     "merge": "rlhf.commands.merge:plugin",
 }

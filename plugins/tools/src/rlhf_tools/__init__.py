@@ -89,11 +89,6 @@ def launch_arguments(command: ArgumentParser) -> None:
         parser.add_argument("--start", action="store_true", help=f"{start} instead of printing it")
 
 
-config_plugin = CommandPlugin(
-    help="print every setting with its value, as YAML",
-    run="rlhf_tools.config:config_command",
-    takes="settings",
-)
 doctor_plugin = CommandPlugin(
     help="check this machine: what is missing and the remedy; exit 2 if no run can start",
     run="rlhf_tools.doctor:doctor_command",

@@ -6,8 +6,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from rlhf.cli import Request, expected, field_docs, flow, section_class, setting_name, to_tree
-from rlhf.plugin import OptimConfig, OptimizerKind
+from rlhf.config.field_docs import field_docs
+from rlhf.config.sections import OptimConfig, OptimizerKind
+from rlhf.config.structure import expected, section_class, setting_name
+from rlhf.request.reader import Request
+from rlhf.request.settings_tree import flow, to_tree
 
 
 def config_command(request: Request) -> int:

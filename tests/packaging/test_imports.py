@@ -117,7 +117,7 @@ def test_only_the_gateway_loads_kernels() -> None:
 def test_only_the_gateways_load_generation_engines() -> None:
     core = ROOT.glob("core/src/**/*.py")
     found = {path.name for path in core if "load_engine" in path.read_text()}
-    assert found == {"context.py", "plugins.py", "rollouts.py"}
+    assert found == {"context.py", "rollouts.py"}
 
 
 def test_the_check_finds_an_import_upwards(tmp_path: Path) -> None:

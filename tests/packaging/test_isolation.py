@@ -21,8 +21,9 @@ plugin = TrainerPlugin(config=Section, trainer="{name}:Missing")
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The wheels of the core, the backend, its optimizers, one trainer and the rows of its demo."""
-    names = ("deepspeed", "demo", "optim", "sft")
+    """The wheels of the core, the backend, its optimizers, one trainer with the rows of its demo,
+    and the commands around runs."""
+    names = ("deepspeed", "demo", "optim", "sft", "tools")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     return [*build(tmp_path_factory.mktemp("wheels"), projects).values()]
 
@@ -84,8 +85,10 @@ def test_plugins_check_reports_a_broken_plugin_and_continues(site: Path) -> None
     assert done.returncode == 2
     state = {line.split("'")[1]: line.split()[0] for line in done.stdout.splitlines()}
     demos = dict.fromkeys(("arithmetic", "base", "equations", "ranked", "sums"), "ok")
+    commands = ("doctor", "inspect", "launch", "plan", "plugins", "push", "report", "runs")
+    tools = dict.fromkeys(("card", *commands), "ok")
     others = {"deepspeed": "ok", "broken": "broken", "sft": "ok", "twin": "broken"}
-    assert state == demos | others
+    assert state == demos | tools | others
 
 
 def test_fifty_plugins_are_listed_without_an_import(site: Path) -> None:

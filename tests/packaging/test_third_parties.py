@@ -28,7 +28,7 @@ OF_ONE_KIND = [tuple(name for name in KINDS if KINDS[name] == kind) for kind in 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Wheels of ours, by the name of the folder."""
-    names = ("deepspeed", "demo", "devkit", "dpo", "optim", "rollouts", "sft", "torch")
+    names = ("deepspeed", "demo", "devkit", "dpo", "optim", "rollouts", "sft", "tools", "torch")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     return build(tmp_path_factory.mktemp("wheels"), projects)
 
@@ -95,14 +95,14 @@ def test_a_command_takes_what_run_takes_and_its_own_options(
     site: Path, wheels: dict[str, Path], tmp_path: Path
 ) -> None:
     own = install(METHODS / "sweep", tmp_path)
-    core = make_site(tmp_path / "core", [wheels["core"]])
+    few = make_site(tmp_path / "few", [wheels["core"], wheels["tools"]])
 
     def sweep(*words: str) -> subprocess.CompletedProcess[str]:
         return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
 
     assert "\nrlhf-sweep: Trains once per learning rate\n  sweep\n" in sweep("--help").stdout
-    # With core only: the check loads all plugins.
-    checked = python("-m", "rlhf", "plugins", "check", sites=[core, own], folder=tmp_path)
+    # With few plugins: the check loads all of them.
+    checked = python("-m", "rlhf", "plugins", "check", sites=[few, own], folder=tmp_path)
     assert "ok          command 'sweep' of rlhf-sweep 1.0\n" in checked.stdout
     done = sweep("sweep", "sft", "--rate", "1e-3", "--train.steps", "2", "--rate=0.002")
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 import sft_runs
 from rlhf.commands.main import main
 from rlhf.engine import Mesh
-from rlhf.memory.rehearsal import Rehearsed, checkpoint_bytes
+from rlhf.memory.rehearsal import Rehearsed
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request, read_config
 from rlhf.train import rank as rank_run
@@ -32,6 +32,7 @@ from rlhf.train.set_up import step_fit
 from rlhf_devkit import Ranks, column, without_timings
 from rlhf_devkit.curves import training
 from rlhf_devkit.plain import PlainBackend
+from rlhf_tools.plan import checkpoint_bytes
 from role_trainers import Bigrams
 from sft_runs import Inputs
 

@@ -1,7 +1,6 @@
 """What the commands of other distributions use, without torch."""
 
 from rlhf.commands.main import main
-from rlhf.commands.table import print_table
 from rlhf.config.source_names import is_local
 from rlhf.config.structure import section_class, setting_name
 from rlhf.folder.disk import write_file
@@ -36,7 +35,6 @@ __all__ = [
     "main",
     "model_folder",
     "parse_yaml",
-    "print_table",
     "read_json",
     "read_lines",
     "section_class",

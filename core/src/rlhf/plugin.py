@@ -235,6 +235,22 @@ class RolloutPlugin:
     """Whether `sample` takes `inputs`, which prompts with images have."""
 
 
+RECORDS: dict[str, Any] = {
+    "trainer": TrainerPlugin,
+    "backend": BackendPlugin,
+    "extension": ExtensionPlugin,
+    "observer": ObserverPlugin,
+    "command": CommandPlugin,
+    "demo": DemoPlugin,
+    "export": ExportPlugin,
+    "format": FormatPlugin,
+    "kernels": KernelsPlugin,
+    "media": MediaPlugin,
+    "rollouts": RolloutPlugin,
+}
+"""The class of the record of each kind of plugin."""
+
+
 def positive(kind: type[Any]) -> Callable[[str], Any]:
     """Return a `type` for `ArgumentParser.add_argument` that accepts numbers above 0."""
 

@@ -18,10 +18,10 @@ from rlhf.errors import RLHFError
 from rlhf.model import accelerated, packed
 from rlhf.model.accelerated import (
     advice,
-    check_layers,
     check_packed,
     installed_kernels,
     kernels_on,
+    needed_kernels,
     recompute_levels,
 )
 from rlhf.model.packed import PackedModel
@@ -73,11 +73,11 @@ def test_a_setting_that_needs_kernels_names_the_package(
     settings: dict[str, Any], name: str, without_kernels: None
 ) -> None:
     with pytest.raises(RLHFError) as caught:
-        check_layers(transformers.LlamaConfig(), ModelConfig(**settings), CPU)
+        needed_kernels(ModelConfig(**settings))
     assert str(caught.value) == (
         f"{name} needs kernels; run `pip install rlhf-kernels`, or remove {name}"
     )
-    check_layers(transformers.LlamaConfig(), ModelConfig(), CPU)
+    assert needed_kernels(ModelConfig()) is None
 
 
 def test_a_run_on_cuda_without_kernels_says_so(without_kernels: None) -> None:

@@ -12,7 +12,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.kernels import BLOCK, Spans, Tree
 from rlhf.model import attention
-from rlhf.model.accelerated import compile_ahead, rehearsed_attention
+from rlhf.model.accelerated import kernels_on, rehearsed_attention
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf_devkit.families import gradients, llama, row
@@ -66,7 +66,9 @@ def test_a_rehearsal_shows_which_kernels_a_run_needs(monkeypatch: pytest.MonkeyP
     with rehearsed_attention() as kinds:
         module.packed_row(row(60, 40).to(torch.device("meta")))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
-    compile_ahead(kinds, CUDA)
+    kernels = kernels_on(CUDA)
+    assert kernels is not None
+    kernels.compile_ahead(kinds, CUDA)
     module = llama(head_dim=40).to("cuda", torch.bfloat16)
     module.packed_row(row(100, 500).to(CUDA)).sum().backward()
     assert len(threads) == 3

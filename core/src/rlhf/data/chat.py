@@ -118,6 +118,11 @@ class ChatTemplate:
         plain.in_parts = _drops_text(plain)
         return plain
 
+    @property
+    def turn_end(self) -> str | None:
+        """The special token that the template writes after any answer, if it writes one."""
+        return self._ending[1].group() if self._ending else None
+
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the rendering up to the end of the last turn, and the spans of that turn."""
         if view.marked:
@@ -168,24 +173,26 @@ class ChatTemplate:
     def _end(self, text: str, start: int) -> int:
         """Return where the turn ends: with its end-of-turn token, if the text ends as it does after
         any answer; else with the last special token, if only blanks follow it."""
-        tail, generated = self._ending or ("", 0)
-        answer_end = len(text) - len(tail)
-        if tail and text.endswith(tail) and answer_end >= start:
-            return answer_end + generated
+        if self._ending and text.endswith(self._ending[0]):
+            tail, token = self._ending
+            answer_end = len(text) - len(tail)
+            if answer_end >= start:
+                return answer_end + token.end()
         stripped = text.rstrip()
         return len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
 
     @cached_property
-    def _ending(self) -> tuple[str, int] | None:
-        """Return what the template writes after any answer, and how much of it is generated; None
-        if it holds no special token."""
+    def _ending(self) -> tuple[str, re.Match[str]] | None:
+        """Return what the template writes after any answer, and the special token in it with which
+        the answer ends; None without one. Some templates need a system message."""
         question = {"role": "user", "content": "a"}
-        texts = [self._plain.text_or_none([question, _answer(probe)]) for probe in PROBES]
-        if None in texts:
-            return None
-        tail = common_prefix([text[::-1] for text in texts if text])[::-1]
-        match = self._special.search(tail)
-        return (tail, match.end()) if match else None
+        for before in ([question], [{"role": "system", "content": "a"}, question]):
+            texts = [self._plain.text_or_none([*before, _answer(probe)]) for probe in PROBES]
+            if None not in texts:
+                tail = common_prefix([text[::-1] for text in texts if text])[::-1]
+                match = self._special.search(tail)
+                return (tail, match) if match else None
+        return None
 
     def _ends_with_special(self, text: str) -> bool:
         return any(match.end() == len(text) for match in self._special.finditer(text))

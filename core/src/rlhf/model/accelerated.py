@@ -16,7 +16,6 @@ from rlhf.engine import Axis
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.hookspecs import Finding
 from rlhf.model.masks import Scoring, Tree, TreeMask
-from rlhf.model.parts import beyond_text, decoder
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import Installed, find_kernels, known_plugins
 
@@ -121,6 +120,20 @@ def load_kernels(plugin: Installed) -> Kernels:
     return made
 
 
+def needed_kernels(model: ModelConfig) -> Kernels | None:
+    """Return the installed kernels. Raises RLHFError if `model` needs some and there are none."""
+    kernels = installed_kernels()
+    needs = {
+        setting(model): compiles(model),
+        "model.kernels liger": model.kernels == "liger",
+        "model.recompute selective": model.recompute == "selective",
+    }
+    if kernels is None and (name := next((name for name, needed in needs.items() if needed), "")):
+        package = known_plugins("kernels")["triton"]
+        raise RLHFError(f"{name} needs kernels; run `pip install {package}`, or remove {name}")
+    return kernels
+
+
 def kernels_on(device: torch.device) -> Kernels | None:
     """Return the kernels that run on a device; None if it computes in plain torch."""
     return installed_kernels() if fused_on(device.type) else None
@@ -143,45 +156,6 @@ def advice(device: torch.device) -> list[str]:
     ]
 
 
-def check_layers(architecture: Any, model: ModelConfig, device: torch.device) -> None:
-    """Raise RLHFError if a model of transformers' `architecture` on `device` cannot run what
-    `model` asks for."""
-    kernels = _needed(model)
-    if kernels is not None:
-        kernels.check(architecture, model, device)
-
-
-def change_layers(causal: Any, model: ModelConfig, device: torch.device) -> str:
-    """Change the layers of a loaded model in place; return one line on what was done, or nothing.
-
-    Layers that will be compiled stay as they are until the start-up probe has compared them.
-    """
-    kernels = installed_kernels()
-    return kernels.change(decoder(causal), model, device, beyond_text(causal)) if kernels else ""
-
-
-def rehearse_layers(decoder: Any, model: ModelConfig) -> None:
-    """Change the layers of a decoder on the meta device so that it keeps what the real one
-    keeps."""
-    kernels = _needed(model)
-    if kernels is not None:
-        kernels.rehearse(decoder, model)
-
-
-def fuse_adapters(model: nn.Module, settings: ModelConfig, device: torch.device) -> None:
-    """Have adapters in `model` run fused, if `device` and `settings` allow it."""
-    kernels = kernels_on(device)
-    if kernels is not None:
-        kernels.fuse_adapters(model, settings, device)
-
-
-def compile_layers(decoder: Any, model: ModelConfig) -> str:
-    """Have layers compiled for packed rows; return one line on what was done."""
-    kernels = _needed(model)
-    assert kernels is not None
-    return kernels.compile(decoder, model.fp8)
-
-
 @contextmanager
 def rehearsed_attention() -> Iterator[Collection[Any]]:
     """Note the kinds of attention that are rehearsed in the body, for `compile_ahead`."""
@@ -191,13 +165,6 @@ def rehearsed_attention() -> Iterator[Collection[Any]]:
         return
     with kernels.rehearsing() as kinds:
         yield kinds
-
-
-def compile_ahead(kinds: Collection[Any], device: torch.device) -> None:
-    """Begin to compile what these kinds of attention need on a device."""
-    kernels = kernels_on(device)
-    if kernels is not None:
-        kernels.compile_ahead(kinds, device)
 
 
 def check_packed(
@@ -235,17 +202,3 @@ def recompute_levels(model: ModelConfig) -> list[Recompute]:
     """Return the levels of `model.recompute` that a run may choose, the cheaper ones first."""
     # A compiler decides by itself what it keeps of a layer.
     return ["full"] if compiles(model) or installed_kernels() is None else ["selective", "full"]
-
-
-def _needed(model: ModelConfig) -> Kernels | None:
-    """Return the installed kernels. Raises RLHFError if `model` needs some and there are none."""
-    kernels = installed_kernels()
-    needs = {
-        setting(model): compiles(model),
-        "model.kernels liger": model.kernels == "liger",
-        "model.recompute selective": model.recompute == "selective",
-    }
-    if kernels is None and (name := next((name for name, needed in needs.items() if needed), "")):
-        package = known_plugins("kernels")["triton"]
-        raise RLHFError(f"{name} needs kernels; run `pip install {package}`, or remove {name}")
-    return kernels

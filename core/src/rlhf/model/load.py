@@ -10,10 +10,11 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError, listed
-from rlhf.model.accelerated import change_layers, check_layers, fuse_adapters
+from rlhf.model.accelerated import kernels_on, needed_kernels
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_noise
 from rlhf.model.packed import PackedModel
+from rlhf.model.parts import beyond_text, decoder
 from rlhf.model.role import ModelSpec
 from rlhf.model.router import router_loss_of
 from rlhf.model.task import Task
@@ -30,7 +31,9 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
     """
     config, task = spec.config, spec.head_task
     architecture = read_architecture(config, task, spec.labels)
-    check_layers(architecture, config.model, mesh.device)
+    kernels, layers = needed_kernels(config.model), ""
+    if kernels is not None:
+        kernels.check(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.sharded:
         causal = load_sharded(architecture, spec, plan, mesh, hooks)
@@ -38,7 +41,9 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
         # A device need not have room for layers that are divided later.
         device = mesh.device if plan.tensor == 1 else torch.device("cpu")
         causal = load_whole(architecture, config, task, dtype, device=device)
-    layers = change_layers(causal, config.model, mesh.device)
+    if kernels is not None:
+        towers = beyond_text(causal)
+        layers = kernels.change(decoder(causal), config.model, mesh.device, towers)
     return packed_model(causal, spec, dtype, mesh.device, mesh.sequence, layers=layers)
 
 
@@ -53,7 +58,8 @@ def packed_model(
     if spec.trained:
         raise_if_rate_of_frozen(spec.config, images=images)
     model = prepare_trainable(causal, spec.config, spec.head_task, images=images)
-    fuse_adapters(model, spec.config.model, device)
+    if kernels := kernels_on(device):
+        kernels.fuse_adapters(model, spec.config.model, device)
     module = PackedModel(
         model,
         layers=layers,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
-from rlhf.model.accelerated import rehearse_layers
+from rlhf.model.accelerated import needed_kernels
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
 from rlhf.model.load import packed_model
@@ -38,7 +38,8 @@ def empty_model(
     with meta:
         causal = from_config(architecture, config, task, dtype=dtype)
     check_heads(architecture, mesh)
-    rehearse_layers(decoder(causal), config.model)
+    if kernels := needed_kernels(config.model):
+        kernels.rehearse(decoder(causal), config.model)
     return packed_model(causal, spec, dtype, meta, mesh.sequence)
 
 

@@ -1,7 +1,6 @@
 """The tokenizer of a configuration: its chat template, the tokens that end answers, padding."""
 
 import copy
-import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
+from rlhf.data.chat import ChatTemplate
 from rlhf.data.repeatable import with_day
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import needs_code, resolved, saved_config, untrusted
@@ -158,33 +158,11 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Return the first special token after the assistant's message in the rendered template."""
+    """Return the special token that the chat template writes after any assistant's message."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    tokens = tokenizer(after_answer(tokenizer), add_special_tokens=False)["input_ids"]
-    return next((token for token in tokens if token in special), None)
-
-
-def after_answer(tokenizer: Any) -> str:
-    """Return what the chat template writes after an assistant's message; empty text if it renders
-    none of the conversations that are tried: with and without a system message, and with content
-    as text and as parts."""
-    marker = "qwxz"
-    turns = [("system", "a"), ("user", "a"), ("assistant", marker)]
-    for first, in_parts in itertools.product((1, 0), (False, True)):
-        messages = [
-            {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
-            for role, text in turns[first:]
-        ]
-        try:
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # A template is a program of its author.
-            continue
-        _, found, after = rendered.rpartition(marker)
-        if found:
-            return str(after)
-    return ""
+    token = ChatTemplate(tokenizer).turn_end
+    return None if token is None else int(tokenizer.convert_tokens_to_ids(token))
 
 
 def limit_waits() -> None:

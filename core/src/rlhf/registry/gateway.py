@@ -103,11 +103,7 @@ def _makers(observers: Mapping[str, object]) -> dict[str, Callable[[], object]]:
     """Return for each observer, which exists already, a function that returns it."""
     for observer in observers.values():
         check_hooks("observer", observer)
-    return {name: functools.partial(_same, observer) for name, observer in observers.items()}
-
-
-def _same(observer: object) -> object:
-    return observer
+    return {name: functools.partial(lambda it: it, each) for name, each in observers.items()}
 
 
 def check_backend(backend: object) -> None:

@@ -12,34 +12,8 @@ import attrs
 
 from rlhf.config.source_names import DEMO
 from rlhf.errors import RLHFError, first_line
-from rlhf.plugin import (
-    BackendPlugin,
-    CommandPlugin,
-    DemoPlugin,
-    ExportPlugin,
-    ExtensionPlugin,
-    FormatPlugin,
-    KernelsPlugin,
-    MediaPlugin,
-    ObserverPlugin,
-    RolloutPlugin,
-    TrainerPlugin,
-)
+from rlhf.plugin import RECORDS, DemoPlugin, TrainerPlugin
 from rlhf.registry.installed import Installed, NotInstalled, find, installed, is_satisfied
-
-RECORDS: dict[str, Any] = {
-    "trainer": TrainerPlugin,
-    "backend": BackendPlugin,
-    "extension": ExtensionPlugin,
-    "observer": ObserverPlugin,
-    "command": CommandPlugin,
-    "demo": DemoPlugin,
-    "export": ExportPlugin,
-    "format": FormatPlugin,
-    "kernels": KernelsPlugin,
-    "media": MediaPlugin,
-    "rollouts": RolloutPlugin,
-}
 
 
 def load_record(plugin: Installed) -> Any:

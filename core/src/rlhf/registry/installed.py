@@ -34,7 +34,6 @@ CORE_COMMANDS = {
     "config": "rlhf.commands.records:config",
     "export": "rlhf.commands.records:export",
     "merge": "rlhf.commands.merge:plugin",
-    "plugins": "rlhf.commands.plugins:plugin",
 }
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}

@@ -23,7 +23,7 @@ from rlhf.errors import RLHFError, listed
 from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
 from rlhf.memory.fit import StepFit
-from rlhf.model.accelerated import check_packed, compile_layers, compiles
+from rlhf.model.accelerated import check_packed, compiles, needed_kernels
 from rlhf.model.architecture import DTYPES
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel, recurrent_layers
@@ -102,9 +102,9 @@ class RunContext(RunModels):
             )
         check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)
         module = engine.module
-        if compiles(config.model):
+        if compiles(config.model) and (kernels := needed_kernels(config.model)):
             # Only now: the probe compares the model's own numbers.
-            module.layers = compile_layers(decoder(module.causal), config.model)
+            module.layers = kernels.compile(decoder(module.causal), config.model.fp8)
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine

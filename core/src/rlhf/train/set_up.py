@@ -12,7 +12,7 @@ from rlhf.hookspecs import RunRecord
 from rlhf.launch.places import Marker
 from rlhf.memory.choice import choose, memory_error
 from rlhf.memory.fit import StepFit
-from rlhf.model.accelerated import compile_ahead, rehearsed_attention
+from rlhf.model.accelerated import kernels_on, rehearsed_attention
 from rlhf.model.role import Role
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
@@ -140,7 +140,8 @@ def choose_fit(
 
     # Ranks may see different amounts of device memory: rank 0 decides.
     resolved, layout, line, kinds = mesh.on_rank_zero(chosen)
-    compile_ahead(kinds, mesh.device)
+    if kernels := kernels_on(mesh.device):
+        kernels.compile_ahead(kinds, mesh.device)
     return fit.with_config(resolved, layout), line
 
 

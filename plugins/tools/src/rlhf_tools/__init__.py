@@ -45,6 +45,14 @@ def push_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true", help="create it as a private one")
 
 
+def plugins_arguments(parser: ArgumentParser) -> None:
+    """Add `check` and the option for JSON."""
+    text = "load each plugin; exit 2 if one is broken"
+    parser.add_argument("check", nargs="?", choices=["check"], help=text)
+    text = "print the list as JSON"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
+
+
 def launch_arguments(command: ArgumentParser) -> None:
     """Add the parsers of `rlhf launch KIND`."""
     words = "[OPTIONS] NAME [CONFIG.yaml] [--section.field VALUE ...]"
@@ -96,6 +104,11 @@ plan_plugin = CommandPlugin(
     run="rlhf_tools.plan:plan_command",
     arguments=plan_arguments,
     takes="run",
+)
+plugins_plugin = CommandPlugin(
+    help="list installed plugins without importing them",
+    run="rlhf_tools.plugins:plugins_command",
+    arguments=plugins_arguments,
 )
 report_plugin = CommandPlugin(
     help="write an HTML page that compares runs: curves, evaluation, memory, settings",

@@ -15,7 +15,6 @@ from rlhf.preview import (
     NotRehearsed,
     StepFit,
     advice,
-    checkpoint_bytes,
     choose,
     load_hooks,
     prepare_data,
@@ -59,6 +58,24 @@ def plan_command(
     }
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, request)))
     return 0 if chosen.fits else 2
+
+
+def checkpoint_bytes(run: Any) -> int:
+    """Return the bytes of a checkpoint: of each trained weight the highest precision and the
+    optimizer's states, frozen weights unless they are the base of an adapter, and the weights of a
+    reference that moves."""
+    frozen = 4 if run.config.model.dtype == "fp32" else 2
+    size, total = 2 if run.config.optim.states == "bf16" else 4, 0
+    for role in run.trained.values():
+        shape, config = role.shape, role.spec.config
+        has_adapter = config.lora is not None or config.model.adapter is not None
+        total += int(size * (1 + shape.num_states(config.optimizer_kind)) * shape.trainable)
+        beside = frozen if role.spec.task is None or not has_adapter else 0
+        total += beside * (shape.parameters - shape.trainable)
+        # Averages are not trained, but saved in float32 in any run.
+        total += (4 - beside) * sum(role.spec.extra[it].numel() for it in role.spec.averages)
+    moving = {follower.engine.role for follower in run.followers} - run.trained.keys()
+    return total + sum(frozen * run.roles[name].shape.parameters for name in moving)
 
 
 def mesh_of(ranks: int | None, gib_each: float | None) -> Mesh:

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf.cli import print_table
 from rlhf.errors import RLHFError
 from rlhf_tools.recorded import Recorded, is_run, read_newest
+from rlhf_tools.table import print_table
 from rlhf_tools.template import number
 
 COLUMNS = ("name", "trainer", "model", "step", "state", "loss", "evaluation", "age")

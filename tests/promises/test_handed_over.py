@@ -1,14 +1,13 @@
 """Ranks do what their launcher has read: a file that is saved in between changes nothing."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import yaml
 
 import sft_runs
+from forked import Forked
 from sft_runs import Inputs
 
 
@@ -20,11 +19,9 @@ def test_the_configuration_is_read_once_for_all_ranks(inputs: Inputs, tmp_path: 
     settings = yaml.safe_dump({"optim": {"weight_decay": 0.125}})
     writer = threading.Thread(target=pipe.write_text, args=[settings], daemon=True)
     writer.start()
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf", "run", "sft", str(pipe), *words],
-        env=os.environ | {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = os.environ | {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
+    process = Forked("-m", "rlhf", "run", "sft", str(pipe), *words, environment=environment)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert recorded["optim"]["weight_decay"] == 0.125

@@ -16,12 +16,12 @@ import pytest
 
 import rlhf.train.rank as rank_run
 import sft_runs
-from forked import Forked
 from rlhf.api import start as start_rank
 from rlhf.commands.main import main
 from rlhf.folder.run_folder import read_json
 from rlhf.request.reader import read_config
 from rlhf_devkit import Ranks, column
+from rlhf_devkit.forked import Forked
 from rlhf_devkit.ranks import RankFailure
 from sft_runs import Inputs
 

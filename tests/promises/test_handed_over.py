@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 import sft_runs
-from forked import Forked
+from rlhf_devkit.forked import Forked
 from sft_runs import Inputs
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import sft_runs
-from forked import Forked
+from rlhf_devkit.forked import Forked
 
 
 def children(pid: int) -> list[int]:

@@ -11,11 +11,11 @@ import pytest
 
 import rlhf
 import sft_runs
-from forked import Forked
 from rlhf import RLHFError, read_config, run
 from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.request.settings_tree import to_tree
 from rlhf_devkit import Ranks, without_timings
+from rlhf_devkit.forked import Forked
 from sft_runs import Inputs
 
 HERE = Path(__file__).parents[1]

@@ -283,7 +283,7 @@ def _batches(
 class KeepingEngine(TorchEngine):
     """A plain engine that keeps the gradients of its last step."""
 
-    gradients: dict[str, Tensor]
+    gradients: Mapping[str, Tensor] = MappingProxyType({})
 
     def step(self) -> StepOutcome:
         """Take the plain engine's step."""

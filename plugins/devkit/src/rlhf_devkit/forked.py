@@ -39,7 +39,8 @@ class Forked:
         self._process.start()
         their_output.close()
         their_errors.close()
-        self.pid = self._process.pid
+        self.args = [*words]
+        self.pid: int = self._process.pid
         self.stdout, self.stderr = (os.fdopen(os.dup(each.fileno())) for each in (output, errors))
 
     @property
@@ -53,15 +54,25 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process."""
-        os.kill(self.pid, number)
+        """Send a signal to the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float = 300.0) -> int:
+        """Wait for the end; return the exit code."""
+        self._process.join(timeout)
+        assert self.returncode is not None, f"the process has not ended in {timeout:g} s"
+        return self.returncode
 
     def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
         """Wait for the end; return what is left of the output and of the errors."""
         with ThreadPoolExecutor(2) as pool:
             output, errors = pool.map(lambda stream: stream.read(), (self.stdout, self.stderr))
-        self._process.join(timeout)
-        assert self.returncode is not None, errors
+        self.wait(timeout)
         self.stdout.close()
         self.stderr.close()
         return output, errors
@@ -105,13 +116,15 @@ class ForkedRank:
         stderr: Any,
         pass_fds: Sequence[int],
     ) -> None:
-        assert stdout is stderr is None
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             for number in (*numbers(STOP_SIGNALS), signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number, stream in ((1, stdout), (2, stderr)):
+                if stream is not None:
+                    os.dup2(stream.fileno(), number)
             # As when a program begins: only what it is given stays open.
             for descriptor in _descriptors() - kept - {*pass_fds}:
                 with suppress(OSError):  # That of the listing itself.
@@ -144,7 +157,7 @@ class ForkedRank:
 
 
 def _descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
 
 
 def _set_up(environment: Mapping[str, str]) -> None:

@@ -8,11 +8,13 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any, Never
 
@@ -69,10 +71,14 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
-        """Wait for the end; return what is left of the output and of the errors."""
+        """Wait for the end; return what is left of the output and of the errors. After `timeout`
+        seconds the session is killed."""
+        late = Timer(timeout, os.killpg, (self.pid, signal.SIGKILL))
+        late.start()
         with ThreadPoolExecutor(2) as pool:
             output, errors = pool.map(lambda stream: stream.read(), (self.stdout, self.stderr))
         self.wait(timeout)
+        late.cancel()
         self.stdout.close()
         self.stderr.close()
         return output, errors
@@ -93,11 +99,12 @@ def _begin(
     # The streams here may be those of a file, which can seek.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     os.environ.clear()
+    tempfile.tempdir = None
     _set_up(environment)
     os.chdir(folder)
     kept = _descriptors()
     # Not in all of `subprocess`: a run starts other programs too.
-    local.subprocess = SimpleNamespace(  # type: ignore[attr-defined, assignment]
+    local.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=lambda command, **options: ForkedRank(command, kept, **options)
     )
     _carry_out(words)

@@ -57,8 +57,8 @@ logit then has a standard deviation of about 3, so that EOS is drawn at most len
 
 
 SAMPLE_TOKENS = 24
-"""Most tokens of a sample of an evaluation, in the place of 256: a model with random weights seldom
-ends one, and most of a run's time would be theirs."""
+"""Most tokens of a sample of an evaluation, in place of 256: a model with random weights seldom
+ends one, which would take most of the time of a run."""
 
 
 def make_model(folder: Path, *, seed: int = 0, ends_answers: bool = False) -> Path:
@@ -110,8 +110,7 @@ def run(
 ) -> Metrics:
     """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
     the lines of its metrics.jsonl. `backend` is the name and the record of one that need not be
-    installed. Samples have at most `SAMPLE_TOKENS`. Raises AssertionError if a signal stopped the
-    run."""
+    installed. Samples have at most 24 tokens. Raises AssertionError if a signal stopped the run."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words, backend=backend)
     hooks: Any = PlainBackend() if plain else None

@@ -43,7 +43,9 @@ class Forked:
         their_errors.close()
         self.args = [*words]
         self.pid: int = self._process.pid
-        self.stdout, self.stderr = (os.fdopen(os.dup(each.fileno())) for each in (output, errors))
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(each.fileno()), encoding="utf-8") for each in (output, errors)
+        )
 
     @property
     def returncode(self) -> int | None:
@@ -97,7 +99,9 @@ def _begin(
     output.close()
     errors.close()
     # The streams here may be those of a file, which can seek.
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2)
+    )
     os.environ.clear()
     tempfile.tempdir = None
     _set_up(environment)

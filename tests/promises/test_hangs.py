@@ -26,7 +26,9 @@ def test_a_collective_that_times_out_says_which_rank_is_missing(
     sft_runs.wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 2', process)
     _, second = children(process.pid)  # In the order of their starts.
     os.kill(second, signal.SIGSTOP)
+    deadline = time.monotonic() + 120
     while len(children(process.pid)) == 2:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     # The launcher would wait for it.
     os.kill(second, signal.SIGCONT)

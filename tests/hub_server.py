@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
 def hub() -> Iterator[Hub]:
     """Serve a hub."""
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield server.hub

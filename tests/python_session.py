@@ -10,10 +10,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 
-from rlhf import RLHFError, RunResult, export, read_config, run
+from rlhf import RLHFError, RunResult, api, export, read_config, run
+from rlhf.launch.local import Ranks
 
 
 def traces() -> Any:
@@ -61,14 +63,15 @@ def interrupted(settings: dict[str, Any], folder: str, nproc: int) -> Any:
 
 
 def in_two_processes(settings: dict[str, Any], folder: str) -> Any:
-    """Run on two ranks, while another run creates its folder; then fail on them."""
+    """Run on two ranks, before whose start another run creates its folder; then fail on them."""
 
-    def create() -> None:
+    def start(*arguments: Any, **options: Any) -> Ranks:
         with suppress(FileExistsError):
             Path("runs/sft-1").mkdir(parents=True)
+        return Ranks(*arguments, **options)
 
-    threading.Timer(1.0, create).start()
-    result = run(read_config("sft", overrides=settings), nproc=2)
+    with patch.object(api, "Ranks", start):
+        result = run(read_config("sft", overrides=settings), nproc=2)
     assert "torch" not in sys.modules or not traces()[2]
     try:
         bad = {**settings, "output": f"{folder}/bad", "optim.lr": 1e30}

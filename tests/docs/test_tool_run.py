@@ -13,7 +13,7 @@ from rlhf_devkit import shared, tiny
 PAGE = Path(__file__).parents[2] / "docs" / "tools.md"
 HELD_OUT = "[{path: demo:arithmetic, split: eval, limit: 4}]"
 SHORT = {
-    "sft": ("--train.steps", "2", "--optim.warmup", "0"),
+    "sft": ("--train.steps", "2", "--optim.warmup", "0", "--batch.size", "8"),
     "grpo": ("--train.steps", "2", "--optim.warmup", "0", "--batch.size", "2",
              "--data.eval", HELD_OUT),
 }  # fmt: skip
@@ -34,7 +34,10 @@ def metrics_of(folder: Path, short: bool) -> list[dict[str, Any]]:
     names: dict[str, Any] = {"__name__": "calculator"}
     exec(compile(code, "calculator.py", "exec"), names)
     names["write_base"](folder / "base")
-    names["write_conversations"](folder / "conversations.jsonl")
+    rows = folder / "conversations.jsonl"
+    names["write_conversations"](rows)
+    if short:
+        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:64]))
     metrics: list[dict[str, Any]] = []
     for trainer, words in commands().items():
         # Paths of the page are relative to the folder of the commands.

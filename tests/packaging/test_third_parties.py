@@ -91,24 +91,31 @@ def install(project: Path, folder: Path) -> Path:
     return own
 
 
-def test_a_command_takes_what_run_takes_and_its_own_options(
-    site: Path, wheels: dict[str, Path], tmp_path: Path
+def test_a_command_takes_what_run_takes_and_an_engine_writes_what_evaluations_show(
+    site: Path, wheels: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = install(METHODS / "sweep", tmp_path)
+    own, engine = (install(METHODS / name, tmp_path / name) for name in ("sweep", "scripted"))
     few = make_site(tmp_path / "few", [wheels["core"], wheels["tools"]])
 
     def sweep(*words: str) -> subprocess.CompletedProcess[str]:
-        return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
+        return python("-m", "rlhf", *words, sites=[site, own, engine], folder=tmp_path)
 
     assert "\nrlhf-sweep: Trains once per learning rate\n  sweep\n" in sweep("--help").stdout
     # With few plugins: the check loads all of them.
     checked = python("-m", "rlhf", "plugins", "check", sites=[few, own], folder=tmp_path)
     assert "ok          command 'sweep' of rlhf-sweep 1.0\n" in checked.stdout
-    done = sweep("sweep", "sft", "--rate", "1e-3", "--train.steps", "2", "--rate=0.002")
+    (tmp_path / "answers.json").write_text('["The answer is 7.", "8"]')
+    monkeypatch.setenv("SCRIPTED_ANSWERS", "answers.json")
+    words = ["--rate", "1e-3", "--train.steps", "1", "--train.eval_at_start", "false"]
+    words += ["--train.samples", "2", "--rollouts", "scripted", "--rate=0.002"]
+    done = sweep("sweep", "sft", *words)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("lr ")]
     assert [line.split("  ")[0] for line in lines] == ["lr 0.001", "lr 0.002"]
-    assert (tmp_path / "sweep" / "lr-0.002" / "model").is_dir()
+    run = tmp_path / "sweep" / "lr-0.002"
+    assert (run / "model").is_dir()
+    lines = (run / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["answers"] for line in lines] == [["The answer is 7."], ["8"]]
     missing = sweep("sweep", "sft")
     assert (missing.returncode, missing.stderr) == (
         2, "error: the following arguments are required: --rate; see `rlhf sweep --help`\n"
@@ -120,17 +127,3 @@ def test_a_command_takes_what_run_takes_and_its_own_options(
     assert done.stderr.startswith(
         "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
     )
-
-
-def test_an_engine_writes_the_answers_that_evaluations_show(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = install(METHODS / "scripted", tmp_path)
-    (tmp_path / "answers.json").write_text('["The answer is 7.", "8"]')
-    monkeypatch.setenv("SCRIPTED_ANSWERS", "answers.json")
-    words = ["run", "sft", "--train.samples", "2", "--rollouts", "scripted", "--train.steps", "1"]
-    words += ["--train.eval_at_start", "false", "--nproc", "1"]
-    done = python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "runs" / "sft-1" / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["answers"] for line in lines] == [["The answer is 7."], ["8"]]

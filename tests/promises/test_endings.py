@@ -21,6 +21,7 @@ from rlhf.commands.main import main
 from rlhf.folder.run_folder import read_json
 from rlhf.request.reader import read_config
 from rlhf_devkit import Ranks, column
+from rlhf_devkit.forked import Forked
 from rlhf_devkit.ranks import RankFailure
 from sft_runs import Inputs
 
@@ -122,16 +123,12 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(inputs: Inputs, plugins: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
     """Start `rlhf run sft` on the tiny inputs; the process, with its output in a pipe."""
 
-    def started(*more: str, **variables: str) -> subprocess.Popen[str]:
+    def started(*more: str, **variables: str) -> Forked:
         path = os.pathsep.join([str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "EVENTS": str(tmp_path / "events")} | variables
         env |= {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
         words = sft_runs.words(inputs, tmp_path / "run", *more)
-        command = [sys.executable, "-m", "rlhf", "run", "sft", *words]
-        return subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
+        return Forked("-m", "rlhf", "run", "sft", *words, environment=env)
 
     return started
 
@@ -165,7 +162,7 @@ def in_rank(words: list[str], site: str, variables: dict[str, str]) -> tuple[int
     return code, output.getvalue(), errors.getvalue()
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: Forked) -> tuple[int | None, str, str]:
     output, errors = process.communicate(timeout=300)
     return process.returncode, output, errors
 
@@ -344,7 +341,7 @@ def test_a_folder_in_use_is_refused_in_one_line(  # type: ignore[no-untyped-def]
     sft_runs.wait_for(tmp_path / "events", '["start"', first)
     words = sft_runs.words(inputs, tmp_path / "run", "--overwrite")
     (message,) = one.errors(sft_runs.run, words, str(inputs.cache))
-    first.terminate()
+    first.send_signal(signal.SIGTERM)
     assert message == (
         f"another run is writing to {tmp_path / 'run'}; wait for it or choose another --output"
     )

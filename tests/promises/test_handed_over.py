@@ -1,4 +1,5 @@
-"""Ranks do what their launcher has read: a file that is saved in between changes nothing."""
+"""Ranks do what their launcher has read: a file that is saved in between changes nothing. The
+processes are those of a user, no forks."""
 
 import os
 import subprocess

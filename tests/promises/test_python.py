@@ -4,8 +4,6 @@ continued and exported; and the notebook of the docs."""
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from rlhf import RLHFError, read_config, run
 from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.request.settings_tree import to_tree
 from rlhf_devkit import Ranks, without_timings
+from rlhf_devkit.forked import Forked
 from sft_runs import Inputs
 
 HERE = Path(__file__).parents[1]
@@ -34,9 +33,9 @@ def settings(inputs: Inputs) -> dict[str, Any]:
 def python(inputs: Inputs, folder: Path, *words: str) -> None:
     """Run Python with these words in a process of its own."""
     env = os.environ | {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    process = Forked(*words, environment=env, folder=folder)
+    output, errors = process.communicate()
+    assert process.returncode == 0, output[-2000:] + errors[-4000:]
 
 
 def session(function: str, inputs: Inputs, folder: Path, *more: Any) -> Any:

@@ -14,10 +14,11 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "real_rows.py"
 
 
 @pytest.mark.parametrize(
-    ("rows", "share"), [pytest.param("tinystories", 0.98, marks=pytest.mark.matrix), ("gsm8k", 0.8)]
+    ("rows", "steps", "share"),
+    [pytest.param("tinystories", 20, 0.98, marks=pytest.mark.matrix), ("gsm8k", 12, 0.8)],
 )
 def test_the_held_out_loss_of_a_pretrained_model_falls(
-    rows: str, share: float, real_data: Path, two: Ranks, inputs: Inputs, tmp_path: Path
+    rows: str, steps: int, share: float, real_data: Path, two: Ranks, inputs: Inputs, tmp_path: Path
 ) -> None:
     spec = importlib.util.spec_from_file_location("real_rows", SCRIPT)
     assert spec is not None
@@ -25,9 +26,9 @@ def test_the_held_out_loss_of_a_pretrained_model_falls(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     words = module.words(real_data, rows, 2, 3, tmp_path / "run")
-    words += ["--train.steps", "20", "--optim.warmup", "2"]
+    words += ["--train.steps", str(steps), "--optim.warmup", "2"]
     # The rows of these steps, and enough held-out ones.
-    for split, file, limit in (("train", "train.jsonl.gz", 320), ("eval", "eval.jsonl", 100)):
+    for split, file, limit in (("train", "train.jsonl.gz", 16 * steps), ("eval", "eval.jsonl", 40)):
         source = {"path": str(real_data / "sft" / f"{rows}.{file}"), "limit": limit}
         words += [f"--data.{split}", json.dumps([source])]
     (code, metrics), _ = two.run(sft_runs.run, words, str(inputs.cache), timeout=300)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
+from rlhf.train import samples
 from rlhf.train.dataset import prepare_data
 from rlhf.train.progress import sample_line
-from rlhf.train.samples import MAX_NEW_TOKENS
 from rlhf.train.set_up import check_samples
 from rlhf_devkit import layouts, run, short_run
 from rlhf_devkit.ranks import Ranks
+from rlhf_devkit.tiny import SAMPLE_TOKENS
 from rlhf_plugin_prm.scorer import Scorer as ProcessScorer
 from rlhf_plugin_rm.scorer import Scorer
 from sft_runs import Inputs
@@ -29,6 +31,12 @@ SAMPLES = ("--train.samples", "3", "--train.eval_every", "2", "--train.eval_at_s
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def short(words: list[str], cache: str) -> None:
+    """`sft_runs.run` with samples of few tokens."""
+    with patch.object(samples, "MAX_NEW_TOKENS", SAMPLE_TOKENS):
+        sft_runs.run(words, cache)
 
 
 def taken(
@@ -57,7 +65,7 @@ def most_likely(model: Path, prompts: list[Any]) -> list[str]:
         length = ids["input_ids"].shape[1]
         room = written.config.max_position_embeddings - length
         with torch.no_grad():
-            out = written.generate(**ids, max_new_tokens=min(MAX_NEW_TOKENS, room), do_sample=False)
+            out = written.generate(**ids, max_new_tokens=min(SAMPLE_TOKENS, room), do_sample=False)
         answers.append(tokenizer.decode(out[0, length:], skip_special_tokens=True))
     return answers
 
@@ -155,8 +163,8 @@ def test_a_run_prints_its_samples_after_the_evaluation(
 
 def test_a_resumed_run_writes_each_sample_once(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", *SAMPLES)
-    one.run(sft_runs.run, [*words, "--train.stop_at", "3"], str(inputs.cache))
-    one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
+    one.run(short, [*words, "--train.stop_at", "3"], str(inputs.cache))
+    one.run(short, [*words, "--resume"], str(inputs.cache))
     steps = [sample["step"] for sample in samples_of(tmp_path / "run")]
     assert steps == [0] * 3 + [2] * 3 + [3] * 3 + [4] * 3
 

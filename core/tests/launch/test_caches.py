@@ -10,6 +10,7 @@ import pytest
 
 from rlhf.errors import RLHFError
 from rlhf.launch.caches import cache_root
+from rlhf_devkit.forked import Forked
 
 IMPORTS = """
 from rlhf.launch.importing import importing
@@ -44,26 +45,37 @@ def test_bytecode_beside_its_sources_is_used(tmp_path: Path) -> None:
     assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == []
 
 
-def kernels_of(**variables: str) -> Path:
-    """Return where torch's compiler writes in a run with these variables."""
+KERNELS = f"""{IMPORTS}
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(cache_dir())
+"""
+"""Prints where torch's compiler writes in a run."""
+
+
+def own_environment(**variables: str) -> dict[str, str]:
+    """Return the environment with these variables and without those of torch's compiler."""
     others = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}
-    words = f"{IMPORTS}\nfrom torch._inductor.runtime.cache_dir_utils import cache_dir\n"
-    command = [sys.executable, "-c", f"{words}print(cache_dir())"]
-    environment = others | variables
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return Path(done.stdout.strip())
+    return others | variables
 
 
 def test_compiled_kernels_are_in_the_cache_unless_the_user_says_where(tmp_path: Path) -> None:
-    cache, chosen = str(tmp_path), str(tmp_path / "elsewhere")
-    assert kernels_of(RLHF_CACHE=cache) == tmp_path / "kernels"
-    assert kernels_of(RLHF_CACHE=cache, TORCHINDUCTOR_CACHE_DIR=chosen) == Path(chosen)
+    program, chosen = tmp_path / "program.py", tmp_path / "elsewhere"
+    program.write_text(KERNELS)
+    for variables, folder in (
+        ({}, tmp_path / "kernels"),
+        ({"TORCHINDUCTOR_CACHE_DIR": str(chosen)}, chosen),
+    ):
+        environment = own_environment(RLHF_CACHE=str(tmp_path), **variables)
+        output, errors = Forked(str(program), environment=environment).communicate()
+        assert (output, errors) == (f"{folder}\n", "")
 
 
 def test_a_cache_that_cannot_be_written_does_not_hinder_imports(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = kernels_of(RLHF_CACHE=str(tmp_path / "file"), TMPDIR=str(tmp_path))
-    assert found.parent == tmp_path
+    environment = own_environment(RLHF_CACHE=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    command = [sys.executable, "-c", KERNELS]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).parent == tmp_path
 
 
 def test_without_a_home_folder_the_error_names_rlhf_cache(monkeypatch: pytest.MonkeyPatch) -> None:

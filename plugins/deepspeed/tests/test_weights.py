@@ -3,8 +3,6 @@ life."""
 
 import itertools
 import os
-import subprocess
-import sys
 import warnings
 
 import attrs
@@ -16,6 +14,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from rlhf.errors import RLHFError
+from rlhf_devkit.forked import Forked
 from rlhf_devkit.problem import (
     Case,
     Packed,
@@ -314,13 +313,15 @@ print(group.options._timeout, torch.are_deterministic_algorithms_enabled(),
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(tmp_path_factory):
     """What a program prints in a process of its own, without a launcher's variables."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    program = [sys.executable, "-c", ALONE]
-    shown = subprocess.run(program, capture_output=True, text=True, env=environment)
-    assert shown.returncode == 0, shown.stderr
-    return shown.stdout.splitlines()
+    program = tmp_path_factory.mktemp("alone") / "program.py"
+    program.write_text(ALONE)
+    process = Forked(str(program), environment=environment)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return output.splitlines()
 
 
 def test_without_a_launcher_one_process_runs_twice(alone):

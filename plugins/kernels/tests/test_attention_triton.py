@@ -98,15 +98,16 @@ def errors(
 
 
 @pytest.mark.parametrize(
-    ("spans", "kind"),
+    ("case", "spans", "kind"),
     [
-        *((SPANS[0], kind) for kind in ("full", "sliding", "wide", "chunked")),
-        *((SPANS[1], kind) for kind in ("full", "sliding")),
-        *(pytest.param(SPANS[1], kind, marks=pytest.mark.matrix) for kind in ("wide", "chunked")),
+        *(("groups", SPANS[0], kind) for kind in ("full", "sliding", "wide", "chunked")),
+        # The interpreter takes longer for each head.
+        *(("one head", SPANS[1], kind) for kind in ("full", "sliding")),
+        *(pytest.param("groups", SPANS[1], kind, marks=pytest.mark.matrix) for kind in KINDS),
     ],
 )
-def test_values_and_gradients_under_the_mask_of_trees(spans: Any, kind: str) -> None:
-    assert max(errors("groups", spans, kind, torch.float32)) < DTYPES[torch.float32]
+def test_values_and_gradients_under_the_mask_of_trees(case: str, spans: Any, kind: str) -> None:
+    assert max(errors(case, spans, kind, torch.float32)) < DTYPES[torch.float32]
 
 
 @pytest.mark.parametrize("case", ["one head", "groups", "sinks"])

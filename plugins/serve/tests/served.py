@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from attrs import field, frozen
 from transformers import LlamaConfig
 
 from rlhf_devkit import short_run, tiny
+from rlhf_devkit.forked import Forked
 
 TOKEN = "a-token"
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -41,7 +40,7 @@ class Served:
     """A server process."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: Forked
     printed: str
     """What it printed before it answered."""
 
@@ -78,14 +77,13 @@ def _response(status: int, body: bytes, headers: Any) -> Response:
 @contextmanager
 def serving(model: Path | str, *words: str, folder: Path | None = None) -> Iterator[Served]:
     """Serve a model, which may be relative to `folder`, on a free port until the block ends."""
-    command = [sys.executable, "-m", "rlhf", "serve", str(model), *words, "--port", "0"]
+    command = ["-m", "rlhf", "serve", str(model), *words, "--port", "0"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = Forked(*command, environment=env, folder=folder)
     printed = ""
     while "serving" not in printed:
         line = process.stdout.readline()
-        assert line, f"the server ended with {process.wait()}: {printed}"
+        assert line, f"the server ended: {process.communicate()}: {printed}"
         printed += line
     found = re.search(r"^serving +(http://\S+)$", printed, re.MULTILINE)
     assert found is not None
@@ -93,8 +91,7 @@ def serving(model: Path | str, *words: str, folder: Path | None = None) -> Itera
         yield Served(found[1], process, printed)
     finally:
         process.terminate()
-        process.wait(30)
-        process.stdout.close()
+        process.communicate(30)
 
 
 def train(trainer: str, format: str, folder: Path) -> Path:

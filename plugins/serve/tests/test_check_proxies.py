@@ -27,7 +27,7 @@ def answering(text: str) -> Iterator[int]:
         def log_message(self, *_: object) -> None: ...
 
     server = ThreadingHTTPServer(("", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield server.server_port
     finally:

@@ -95,23 +95,24 @@ class Bench:
         self, name: str, settings: Mapping[str, Any], under: Mapping[str, Any]
     ) -> bool:
         """Return whether runs in plain torch with `settings` and with `under` in the trainer's
-        section have different losses, in their first steps or in all of them. `name` is that of
-        `other`."""
-        return any(
-            self._losses(name, settings, steps) != self._losses(f"before {name}", under, steps)
-            for steps in (NUM_FIRST, NUM_STEPS)
-        )
+        section have different losses. `name` is that of `other`."""
+        before = f"before {name}" if under else "plain"
+        # Most settings show in the first steps, for which no whole run is made.
+        has_run = self._runs.has(_run(name))
+        first = self._first_losses
+        if not has_run and first(name, settings) != first(before, under):
+            return True
+        run = self.other(before, under) if under else self.plain()
+        return column(self.other(name, settings), "loss") != column(run, "loss")
 
-    def _losses(self, name: str, settings: Mapping[str, Any], steps: int) -> list[float]:
-        """Return the losses of the first `steps`, for which a whole run is not made."""
-        if not settings:
-            metrics = self.plain()
-        elif steps == NUM_STEPS or self._runs.has(_run(name)):
-            metrics = self.other(name, settings)
-        else:
-            words = (*words_of(self.section, settings), "--train.stop_at", str(steps))
-            metrics = self.plain(f"{name}, first steps", *words)
-        return column(metrics, "loss")[:steps]
+    def _first_losses(self, name: str, settings: Mapping[str, Any]) -> list[float]:
+        """Return the losses of the first steps in plain torch, without a run folder."""
+        arguments = self._to("unused", *words_of(self.section, settings))
+        moments = self._runs.get(
+            f"the first steps of '{name}'",
+            lambda: tiny.first_steps(self.trainer, arguments, self.cache, num_steps=NUM_FIRST),
+        )
+        return [moment.loss for moment in moments]
 
     def resumed(self, name: str, settings: Mapping[str, Any]) -> Metrics:
         """Resume the run of `other` with this name at its checkpoint and return its metrics."""

@@ -11,19 +11,21 @@ from rlhf.registry.installed import installed
 
 NAMES = (
     "rlhf.train.rank", "transformers.models.llama.modeling_llama", "datasets",
-    "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
+    "rlhf.model.adapters", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
 )  # fmt: skip
 """The last two are what a function under `torch.compile` imports, such as DeepSpeed's Muon."""
+PLUGINS = {"backend": "hooks", "kernels": "kernels"}
+"""The kinds of plugins that most runs import, and the field of their records that names them."""
 
 
-def of_backends() -> Iterator[str]:
-    """Yield the modules with the hooks of the installed backends."""
+def of_plugins() -> Iterator[str]:
+    """Yield the modules of the installed plugins of these kinds."""
     for plugin in installed():
-        if plugin.kind == "backend":
+        if plugin.kind in PLUGINS:
             with suppress(RLHFError):
-                yield load_record(plugin).hooks.partition(":")[0]
+                yield getattr(load_record(plugin), PLUGINS[plugin.kind]).partition(":")[0]
 
 
-for name in (*NAMES, *of_backends()):
+for name in (*NAMES, *of_plugins()):
     with suppress(Exception):  # A run that needs it reports what is wrong.
         import_module(name)

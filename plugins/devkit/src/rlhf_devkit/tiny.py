@@ -35,6 +35,7 @@ from rlhf.registry.gateway import BackendGateway, build_gateways
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.train import rank as rank_run
+from rlhf.train import samples
 from rlhf.train.context import RunContext
 from rlhf.train.dataset import prepare_data
 from rlhf.train.loop import Stepper
@@ -53,6 +54,11 @@ AMPLE_TOKENS = 1 << 20
 END_SCALE = 30.0
 """Factor on the embedding of EOS, which is tied to the head, in a model that ends its answers: its
 logit then has a standard deviation of about 3, so that EOS is drawn at most lengths sometimes."""
+
+
+SAMPLE_TOKENS = 24
+"""Most tokens of a sample of an evaluation, in place of 256: a model with random weights seldom
+ends one, which would take most of the time of a run."""
 
 
 def make_model(folder: Path, *, seed: int = 0, ends_answers: bool = False) -> Path:
@@ -104,13 +110,14 @@ def run(
 ) -> Metrics:
     """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
     the lines of its metrics.jsonl. `backend` is the name and the record of one that need not be
-    installed. Raises AssertionError if a signal stopped the run."""
+    installed. Samples have at most 24 tokens. Raises AssertionError if a signal stopped the run."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words, backend=backend)
     hooks: Any = PlainBackend() if plain else None
     if hooks is None and backend is not None:
         hooks = load_object(backend[1].hooks)()
-    folder, ended = run_rank(request, backend=hooks, observers=observers)
+    with patch.object(samples, "MAX_NEW_TOKENS", SAMPLE_TOKENS):
+        folder, ended = run_rank(request, backend=hooks, observers=observers)
     assert ended != "signal", "the run was stopped by a signal"
     return logged(folder)
 
@@ -283,7 +290,7 @@ def _batches(
 class KeepingEngine(TorchEngine):
     """A plain engine that keeps the gradients of its last step."""
 
-    gradients: dict[str, Tensor]
+    gradients: Mapping[str, Tensor] = MappingProxyType({})
 
     def step(self) -> StepOutcome:
         """Take the plain engine's step."""

@@ -30,14 +30,17 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
 SMALLER = {"Gemma 4": {"global_head_dim": 16}}
 
 
-def write_family(name: str, source: Path | str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a random model of a family with the tokenizer of `source` and return its folder."""
+def write_family(
+    name: str, source: Path | str, folder: Path, *, seed: int = 0, **more: Any
+) -> Path:
+    """Write a random model of a family with the tokenizer of `source` and return its folder.
+    `more` changes the sizes of the text."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     whole, text, towers = WHOLE.get(name, ("", name, {}))
     kind, options = FAMILIES[text]
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     own = {key: len(tokenizer) for key in options if key.startswith("vocab_size")}
-    own |= {key: getattr(tokenizer, key) for key in special} | SMALLER.get(text, {})
+    own |= {key: getattr(tokenizer, key) for key in special} | SMALLER.get(text, {}) | more
     config = getattr(transformers, kind)(**options | own)
     torch.manual_seed(seed)
     if whole:

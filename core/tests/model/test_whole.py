@@ -21,7 +21,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import beyond_text, decoder, language_model
 from rlhf.model.probe import choose_path
 from rlhf.model.role import ModelSpec
-from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.save import exported_shapes, save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.model.trainable import parameter_groups
@@ -110,6 +110,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
         "tree",
     ),
 }
+NO_PART = (
+    "model.part text needs a model that also reads images, with a class of its own for text, "
+    "which {path} is not; remove model.part"
+)
 TOWERS = ("vis", "projector", "qformer", "query_tokens", "language_projection")
 """In the names of what text does not reach."""
 
@@ -173,6 +177,21 @@ def test_what_text_does_not_reach_is_frozen_and_exported(tmp_path: Path, name: s
     assert not report["unexpected_keys"]
 
 
+@pytest.mark.parametrize("prefix", ["", "vision_model."])
+def test_the_names_of_the_base_are_kept_where_another_rank_or_no_one_reads_it(
+    prefix: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, "Gemma 3")
+    weights = {
+        name.replace("vision_tower.", f"vision_tower.{prefix}"): value
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = config_of(str(folder))
+    for module in (load(config), load(config, stage=3), empty(config)):
+        assert exported_shapes(module.model).keys() == weights.keys()
+
+
 def test_the_export_has_the_files_that_prepare_images(tmp_path: Path) -> None:
     module = opened(written(tmp_path / "base", "Gemma 3"))
     (tmp_path / "export").mkdir()
@@ -220,12 +239,9 @@ def test_only_the_text_part_is_trained_if_asked_for(
 @pytest.mark.parametrize(
     ("name", "sections", "message"),
     [
-        (
-            "Mistral 3",
-            {},
-            "model.part text needs a model that also reads images, with a class of its own for "
-            "text, which {path} is not; remove model.part",
-        ),
+        ("Mistral 3", {}, NO_PART),
+        # AutoModelForCausalLM opens the whole model.
+        ("Gemma 3", {}, NO_PART),
         (
             "Qwen3.5",
             {"lora": LoraConfig()},

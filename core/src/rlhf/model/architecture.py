@@ -21,12 +21,13 @@ from rlhf.model.task import (
     FORMS,
     Task,
     auto_class,
+    has_text_class,
     label_head,
     prepare_architecture,
     reads_images,
     written_class,
 )
-from rlhf.model.tying import is_tied, separate, untie
+from rlhf.model.tying import export_as_stored, is_tied, separate, untie
 from rlhf.registry.imports import demo_plugin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,9 +51,8 @@ def read_architecture(
     check_model_folder(path)
     architecture = saved_config(model)
     written, whole = written_class(architecture), reads_images(architecture)
-    has_text_class = FORMS["causal"].supports(architecture)
-    check_part(config, whole and has_text_class, path)
-    if not (whole or has_text_class) or written.endswith("ForMaskedLM"):
+    check_part(config, architecture, path)
+    if not (whole or FORMS["causal"].supports(architecture)) or written.endswith("ForMaskedLM"):
         raise RLHFError(
             f"model.path {path} is {written or architecture.model_type}, not a causal language "
             "model; choose one that transformers opens with AutoModelForCausalLM"
@@ -64,11 +64,11 @@ def read_architecture(
     return architecture
 
 
-def check_part(config: Config, has_text_class: bool, path: str) -> None:
+def check_part(config: Config, architecture: Any, path: str) -> None:
     """Raise RLHFError if `model.part` text cannot be had, or would have no effect."""
     if config.model.part == "whole":
         return
-    if not has_text_class:
+    if not has_text_class(architecture):
         raise RLHFError(
             f"model.part text needs a model that also reads images, with a class of its own for "
             f"text, which {path} is not; remove model.part"
@@ -191,10 +191,12 @@ def known_tokens(config: Config) -> int | None:
 
 
 def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
-    """Return a model of this architecture and task without loaded weights, with the dtypes and the
-    generation config of `model.path` as transformers' own loaders read it."""
+    """Return a model of this architecture and task without loaded weights, with the dtypes, the
+    names in exports and the generation config of `model.path` as transformers' own loaders read
+    it."""
     causal, path = _unfilled(architecture, config.model, task, dtype), resolved(config.model.path)
     keep_fp32(causal, dtype)
+    export_as_stored(causal, stored_weights(path, config.model.revision))
     if causal.can_generate():
         try:
             causal.generation_config = GenerationConfig.from_pretrained(

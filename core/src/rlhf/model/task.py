@@ -12,7 +12,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rlhf.errors import RLHFError
 
@@ -69,6 +72,15 @@ def reads_images(architecture: Any) -> bool:
     written = written_class(architecture)
     classifiers = tuple(form.suffix for form in FORMS.values() if form.labels)
     return whole is not None and (written == whole or written.endswith(classifiers))
+
+
+def has_text_class(architecture: Any) -> bool:
+    """Return whether transformers has a class for the text part of a model that reads images, which
+    AutoModelForCausalLM opens. That of Gemma 3 and 4 opens the whole model."""
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(architecture.model_type)
+    return reads_images(architecture) and text not in (
+        None, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[architecture.model_type]
+    )  # fmt: skip
 
 
 def names_of_labels(task: Task, labels: int | None) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 exist whose config.json ties weights that differ."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,12 @@ def separate(causal: Any, weights: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def stored_names(causal: Any, names: Iterable[str]) -> dict[str, str]:
+def stored_names(
+    causal: Any, names: Iterable[str], mapping: Sequence[Any] | None = None
+) -> dict[str, str]:
     """Return for weights of a model their names in a checkpoint that has `names`, which
-    transformers may rename when it loads them."""
-    mapping, state = get_model_conversion_mapping(causal), causal.state_dict()
+    transformers may rename when it loads them, by `mapping` or that of the family."""
+    mapping, state = mapping or get_model_conversion_mapping(causal), causal.state_dict()
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix, found = causal.base_model_prefix, {}
@@ -60,6 +62,14 @@ def stored_names(causal: Any, names: Iterable[str]) -> dict[str, str]:
         renamed, _ = rename_source_key(name, renamings, converters, prefix, state)
         found[renamed if renamed in state else name] = name
     return found
+
+
+def export_as_stored(causal: Any, names: Iterable[str]) -> None:
+    """Have the weights of a model that no loader has filled exported as in a checkpoint that has
+    `names`. Where a loader has read them, transformers remembers which names it has changed."""
+    mapping = get_model_conversion_mapping(causal)
+    if stored_names(causal, names, mapping):
+        causal._weight_conversions = [each for each in mapping if each.was_used()]
 
 
 def differ(one: Tensor, other: Tensor) -> bool:

@@ -3,12 +3,14 @@ torch does around its lock is done here with a build that only writes down when 
 
 import inspect
 import json
-import multiprocessing
 import os
+import signal
 import subprocess
+import sys
 import time
 from contextlib import redirect_stdout
 from itertools import pairwise
+from pathlib import Path
 from threading import Timer
 
 import pytest
@@ -17,11 +19,10 @@ from torch.utils.file_baton import FileBaton
 from uneven import case_of
 
 from rlhf.engine import Mesh
+from rlhf_devkit.forked import Forked
 from rlhf_devkit.problem import start
 from rlhf_plugin_deepspeed import builds, diagnosis
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-
-FORK = multiprocessing.get_context("fork")
 
 
 def build(folder, seconds, rank, output):
@@ -53,22 +54,21 @@ def building(folder, seconds=0.0, rank="0"):
     number = len(list(folder.glob("output-*")))
     output = folder / f"output-{number}"
     output.touch()
-    process = FORK.Process(target=build, args=[folder, seconds, rank, output])
-    process.start()
-    return process, output
+    words = [__file__, str(folder), str(seconds), rank, str(output)]
+    return Forked(*words, environment=os.environ), output
 
 
 def text_of(started):
     process, output = started
-    process.join(60)
-    assert process.exitcode == 0
+    _, errors = process.communicate(60)
+    assert process.returncode == 0, errors
     return output.read_text()
 
 
 def kill(started):
     process, _ = started
-    process.kill()
-    process.join()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
 
 
 def wait_for(path, text=""):
@@ -93,7 +93,7 @@ def test_a_build_that_runs_is_waited_for_and_taken_over_when_it_is_killed(tmp_pa
     wait_for(tmp_path / "lock")
     others = [building(tmp_path), building(tmp_path, rank="1")]
     wait_for(others[0][1], "waiting")
-    assert all(process.is_alive() for process, _ in others)
+    assert all(process.poll() is None for process, _ in others)
     kill(first)
     texts = [text_of(each) for each in others]
     waiting = f"operator   waiting for another build in {tmp_path}, which has the lock "
@@ -182,3 +182,8 @@ def test_torch_builds_with_this_lock():
     source = inspect.getsource(cpp_extension)
     assert "baton = FileBaton(os.path.join(build_directory, 'lock'))" in source
     assert "if baton.try_acquire():" in source
+
+
+if __name__ == "__main__":
+    place, took, own_rank, text = sys.argv[1:]
+    build(Path(place), float(took), own_rank, Path(text))

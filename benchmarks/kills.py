@@ -4,7 +4,8 @@ killed.
     python benchmarks/kills.py --kills 200 --jobs 2
 
 Seven workflows, four ZeRO stages, one or two ranks, a checkpoint every second step, an evaluation
-every third. A kill hits all processes of a run or one of its ranks, at a moment that `--seed`
+every third. All processes are forks of one with the imports done, so that kills fall on what a run
+does. A kill hits all processes of a run or one of its ranks, at a moment that `--seed`
 draws: while it starts, in a step, in a save, at the end. Every run is killed once or twice and then
 resumed to its end. It fails if a resume ends with an error, starts before the last checkpoint, says
 more than one line about it, or if any metric or weight differs by a bit. One line per run says what
@@ -18,7 +19,6 @@ import random
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +27,8 @@ from pathlib import Path
 
 from attrs import frozen
 from bits import GRPO, KD, TRAINERS, Record, first_difference, metrics, weights, write_inputs
+
+from rlhf_devkit.forked import Forked
 
 STAGES = {
     "stage 0": "--deepspeed.stage 0",
@@ -96,13 +98,10 @@ def main() -> int:
     return int(bool(failed))
 
 
-def start(place: Path, case: Case, folder: Path, *more: str) -> subprocess.Popen[str]:
+def start(place: Path, case: Case, folder: Path, *more: str) -> Forked:
     environment = os.environ | {"RLHF_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "rlhf", "run", *case.words(folder), *more],
-        cwd=place, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    words = ["-m", "rlhf", "run", *case.words(folder), *more]
+    return Forked(*words, environment=environment, folder=place)
 
 
 def whole(place: Path, case: Case) -> Whole:
@@ -110,7 +109,7 @@ def whole(place: Path, case: Case) -> Whole:
     folder = place / f"{case.trainer} {case.stage}"
     begin = time.monotonic()
     process = start(place, case, folder)
-    output, _ = process.communicate()
+    output = "".join(process.communicate())
     if process.returncode:
         raise SystemExit(f"{case} fails without a kill\n{output}")
     return Whole(computed(folder), time.monotonic() - begin, openings(output))
@@ -134,7 +133,7 @@ def kill(place: Path, number: int, case: Case, expected: Whole, seed: int) -> tu
         hits.append(strike(process, folder, draw, expected.seconds))
     last = last_checkpoint(folder)
     process = start(place, case, folder, "--resume")
-    output, _ = process.communicate()
+    output = "".join(process.communicate())
     if process.returncode:
         return hits, f"the resumed run ends with {process.returncode}\n{output}"
     # A resumed run prints what the whole run prints, and one line about where it continues.
@@ -147,7 +146,7 @@ def kill(place: Path, number: int, case: Case, expected: Whole, seed: int) -> tu
     return hits, difference
 
 
-def strike(process: subprocess.Popen[str], folder: Path, draw: random.Random, long: float) -> str:
+def strike(process: Forked, folder: Path, draw: random.Random, long: float) -> str:
     """Send SIGKILL to all processes of the run or to one of its ranks; return what was hit.
 
     The moment is drawn from the time `long` that a whole run takes, or from the 0.1 seconds after a

@@ -9,6 +9,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,6 +44,9 @@ class Forked:
         their_errors.close()
         self.args = [*words]
         self.pid: int = self._process.pid
+        with suppress(ProcessLookupError):  # It has ended.
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
         self.stdout, self.stderr = (
             os.fdopen(os.dup(each.fileno()), encoding="utf-8") for each in (output, errors)
         )

@@ -33,14 +33,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         info.mkdir(parents=True)
         lines = ["Metadata-Version: 2.4", f"Name: {name}", f"Version: {version}"]
         lines += [f"Summary: What {name} is", *(f"Requires-Dist: {line}" for line in requires)]
-        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
         sections = [
             f"[rlhf.{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
             for group, entries in (groups or {}).items()
         ]
-        (info / "entry_points.txt").write_text("\n".join(sections))
+        (info / "entry_points.txt").write_text("\n".join(sections), encoding="utf-8")
         for module, source in (modules or {}).items():
-            (folder / f"{module}.py").write_text(textwrap.dedent(source))
+            (folder / f"{module}.py").write_text(textwrap.dedent(source), encoding="utf-8")
             written.add(module)
         # Not syspath_prepend: its undo would leave the shortened path behind for other tests.
         sys.path.insert(0, str(folder))
@@ -98,5 +98,5 @@ def toy(install: Install) -> Path:
     }
     folder = install("rlhf-toy", groups, {"toy_plugin": TOY}, requires=["rlhf-core>=0.1,<0.2"])
     demo = "model: {path: tiny, dtype: fp32}\ndata: {train: toys.jsonl}\noptim: {lr: 2.0e-3}\n"
-    (folder / "toy.yaml").write_text(demo)
+    (folder / "toy.yaml").write_text(demo, encoding="utf-8")
     return folder

@@ -192,14 +192,15 @@ def is_uneven(spans: Spans, kind: Heads, device: torch.device) -> bool:
     those of a prompt with many answers, keep one program busy for longer than the multiprocessors
     have work on average (benchmarks/NOTES.md, Many answers to one prompt)."""
     group = kind.heads // kind.key_heads
-    if group == 1 or device.type != "cuda":
+    if group == 1 or device.type == "cpu":
         return False
     sizes = [prompt + sum(answers) for prompt, answers in spans]
     pairs = sum(
         prompt**2 / 2 + sum(answer * (prompt + answer / 2) for answer in answers)
         for prompt, answers in spans
     )
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.get_device_module(device).get_device_properties(device)
+    processors = properties.multi_processor_count
     work = 2 * kind.heads * (pairs + BLOCK * sum(sizes)) / processors
     return KEYS * group * max(sizes, default=0) > work
 

@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import CORE_COMMANDS, find_command
 from rlhf.request.reader import Request
+from rlhf_devkit.distributions import WITH_WRONG_DEFAULTS, WRONG_DEFAULTS, Install
 
-Install = Callable[..., Path]
 HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torchdata"
 
 
@@ -214,20 +213,10 @@ def test_help_after_a_name_lists_its_settings(
 def test_a_default_that_is_not_a_setting_names_the_plugin(
     toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = """
-        from rlhf.plugin import TrainerPlugin
-        from toy_plugin import ToyConfig
-
-        defaults = {"optim.learning_rate": 1e-6, "train.log_every": 1.5}
-        plugin = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", defaults=defaults)
-    """
-    install("rlhf-more", {"trainers": {"more": "toy_defaults:plugin"}}, {"toy_defaults": record})
-    wrong = (
-        "has a wrong default: optim.learning_rate: 'learning_rate' is optim.lr here; "
-        "train.log_every: expected a whole number, got 1.5"
-    )
+    modules = {"toy_defaults": WITH_WRONG_DEFAULTS}
+    install("rlhf-more", {"trainers": {"more": "toy_defaults:plugin"}}, modules)
     assert main(["config", "more"]) == 2
-    assert capsys.readouterr().err == f"error: trainer 'more' of rlhf-more 1.0 {wrong}\n"
+    assert capsys.readouterr().err == f"error: trainer 'more' of rlhf-more 1.0 {WRONG_DEFAULTS}\n"
 
 
 @pytest.mark.parametrize("words", ["--help", "config toy --backend plain", "--version"])

@@ -2,7 +2,7 @@
 
 import inspect
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from rlhf.hookspecs import BackendHooks, ObserverHooks, RunRecord, hookimpl
 from rlhf.registry.gateway import build_gateways, load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
+from rlhf_devkit.distributions import Install
 
-Install = Callable[..., Path]
 HERE = __name__
 RUN = RunRecord(name="toy", folder=Path("nowhere"), config=Config(), steps=3)
 NAMES = [name for name in vars(BackendHooks) if not name.startswith("_")]

@@ -11,8 +11,8 @@ import rlhf.registry.installed
 from rlhf.errors import RLHFError
 from rlhf.registry.imports import demo_file, load_object, load_record, load_user_object
 from rlhf.registry.installed import find, find_backend, installed
+from rlhf_devkit.distributions import Install
 
-Install = Callable[..., Path]
 KNOWN = Path(rlhf.registry.installed.__file__).with_name("known_plugins.txt")
 PLUGINS = Path(__file__).parents[3] / "plugins"
 

@@ -1,7 +1,7 @@
 """One checked configuration from defaults, trainer, YAML and words; every problem at once."""
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +19,8 @@ from rlhf.errors import RLHFError
 from rlhf.request.reader import config_class, read_config
 from rlhf.request.settings_tree import changed_keys, merge, to_tree, without_removed
 from rlhf.request.words import parse_words
+from rlhf_devkit.distributions import Install
 
-Install = Callable[..., Path]
 GIVEN = ("--model", "tiny", "--data", "rows.jsonl")
 
 

@@ -40,7 +40,7 @@ def test_the_launcher_of_deepspeed_starts_a_run(tmp_path: Path, port: int) -> No
 
 
 MEETS = """
-import os, sys
+import sys
 from datetime import timedelta
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.rendezvous import meet
@@ -51,31 +51,36 @@ except RLHFError as error:
 """
 
 
-def started(folder: Path, rank: int, port: int, *, seconds: float) -> Forked:
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "meets.py"
+    path.write_text(MEETS)
+    return path
+
+
+def started(program: Path, rank: int, port: int, *, seconds: float) -> Forked:
     place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
     place |= {"LOCAL_RANK": "0", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment = {name: value for name, value in os.environ.items() if "ELASTIC" not in name}
-    program = folder / "meets.py"
-    program.write_text(MEETS)
     return Forked(str(program), str(seconds), environment=environment | place)
 
 
-def test_ranks_that_do_not_come_are_named(port: int, tmp_path: Path) -> None:
+def test_ranks_that_do_not_come_are_named(port: int, program: Path) -> None:
     missing = (
         f"2 of 4 ranks did not connect to 127.0.0.1:{port} within 0.05 minutes: 1, 3; see "
         "their output, or raise deepspeed.timeout\n"
     )
-    processes = [started(tmp_path, rank, port, seconds=3) for rank in (0, 2)]
+    processes = [started(program, rank, port, seconds=3) for rank in (0, 2)]
     messages = [process.communicate(timeout=300)[0] for process in processes]
     assert messages[0] == missing
     # Rank 0 may have ended already.
     assert messages[1] in (missing, "rank 0 ended before all ranks had connected\n")
 
 
-def test_a_rank_that_does_not_reach_rank_0_names_the_address(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_reach_rank_0_names_the_address(program: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # Nothing listens here.
         port = probe.getsockname()[1]
-        message = started(tmp_path, 1, port, seconds=0.2).communicate()[0]
+        message = started(program, 1, port, seconds=0.2).communicate()[0]
     assert message.startswith(f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port} (")
     assert message.endswith("); check MASTER_ADDR and MASTER_PORT, or raise deepspeed.timeout\n")

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 import rlhf.preview  # noqa: F401  The fixture `install` hides torch.
-from rlhf_devkit.distributions import Install, install, toy
+from rlhf_devkit.distributions import (
+    WITH_WRONG_DEFAULTS,
+    WRONG_DEFAULTS,
+    Install,
+    install,
+    toy,
+)
 from rlhf_tools.plugins import plugins_command
 
 __all__ = ["install", "toy"]
@@ -150,22 +156,11 @@ def test_a_plugin_that_lacks_a_distribution_is_not_usable_but_not_broken(
 def test_a_default_that_is_not_a_setting_is_the_fault_of_the_plugin(
     toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = """
-        from rlhf.plugin import TrainerPlugin
-        from toy_plugin import ToyConfig
-
-        defaults = {"optim.learning_rate": 1e-6, "train.log_every": 1.5}
-        plugin = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", defaults=defaults)
-    """
-    modules = {"toy_trainer": TRAINER, "toy_defaults": record}
+    modules = {"toy_trainer": TRAINER, "toy_defaults": WITH_WRONG_DEFAULTS}
     install("rlhf-more", {"trainers": {"more": "toy_defaults:plugin"}}, modules)
-    wrong = (
-        "has a wrong default: optim.learning_rate: 'learning_rate' is optim.lr here; "
-        "train.log_every: expected a whole number, got 1.5"
-    )
     assert plugins_command(check="check", as_json=False) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert f"broken      trainer 'more' of rlhf-more 1.0: {wrong}" in lines
+    assert f"broken      trainer 'more' of rlhf-more 1.0: {WRONG_DEFAULTS}" in lines
 
 
 HELLO = """

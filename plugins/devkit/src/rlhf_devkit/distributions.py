@@ -100,3 +100,18 @@ def toy(install: Install) -> Path:
     demo = "model: {path: tiny, dtype: fp32}\ndata: {train: toys.jsonl}\noptim: {lr: 2.0e-3}\n"
     (folder / "toy.yaml").write_text(demo, encoding="utf-8")
     return folder
+
+
+WITH_WRONG_DEFAULTS = """
+    from rlhf.plugin import TrainerPlugin
+    from toy_plugin import ToyConfig
+
+    defaults = {"optim.learning_rate": 1e-6, "train.log_every": 1.5}
+    plugin = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", defaults=defaults)
+"""
+"""The record of a trainer, beside `toy`, with defaults that are no settings."""
+WRONG_DEFAULTS = (
+    "has a wrong default: optim.learning_rate: 'learning_rate' is optim.lr here; "
+    "train.log_every: expected a whole number, got 1.5"
+)
+"""What is said of it."""

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_convolution_reads_the_tokens_before_on_the_path() -> None:
     # 6 is the place of zeros before a path.
     assert places.tolist() == [6, 6, 0, 6, 0, 1, 2, 6, 0, 3, 4, 5]
     assert places[back].tolist() == list(range(6))
+
+
+def test_tokens_are_linked_along_their_paths() -> None:
+    batch = blank_batch(torch.zeros(9, dtype=torch.long), ((2, (2, 3)), (0, (2,))))
+    before, later, offsets = Segments(Tree(batch), Scans()).links(3)
+    assert before.tolist() == [
+        [-1, 0, 1, 2, 1, 4, 5, -1, 7],
+        [-1, -1, 0, 1, 0, 1, 4, -1, -1],
+        [-1, -1, -1, 0, -1, 0, 1, -1, -1],
+    ]
+    # Tokens and steps of the second answer, behind the first one: 4 and 5 see the prompt's 0 and 1.
+    after = [divmod(entry, 4) for entry in later.tolist()]
+    assert [after[a:b] for a, b in pairwise(offsets.tolist())] == [
+        [(4, 2), (5, 3)], [(4, 1), (5, 2), (6, 3)], [], [], [], [], [], [], [],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -16,11 +16,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 WIDE = {
     "Qwen3.5": {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 128},
     "Bamba": {"mamba_d_head": 64, "mamba_n_heads": 4, "hidden_size": 128, "mamba_d_state": 64},
+    "LFM2": {},
 }
 """Sizes for which the libraries have kernels."""
 
 
-@pytest.mark.parametrize(("name", "package"), [("Qwen3.5", "fla"), ("Bamba", "mamba_ssm")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("Qwen3.5", "fla"), ("Bamba", "mamba_ssm"), ("LFM2", "triton")]
+)
 def test_a_library_gives_the_trees_that_torch_gives(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,7 +39,7 @@ def test_a_library_gives_the_trees_that_torch_gives(
         monkeypatch.setattr(scans.Scans, "choose", scans.Scans.choose if there else none)
         with warnings.catch_warnings():
             # A library that is not used says so.
-            warnings.filterwarnings("error", "recurrent layers run in plain torch")
+            warnings.filterwarnings("error", ".* of recurrent layers run in plain torch")
             values = module(tree_batch().to(torch.device("cuda")), token_logprobs)["logprobs"]
         values.sum().backward()
         found.append((values.detach().float(), gradients(module.causal)))

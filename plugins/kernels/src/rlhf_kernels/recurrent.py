@@ -8,8 +8,8 @@ compute trees, by the original functions or a library's scan, else they are the 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from rlhf.engine import fused_on, on_device
 from rlhf.kernels import Tree
+from rlhf_kernels.paths import Links, Segment, links_of
 from rlhf_kernels.scans import Scan, Scans
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -34,24 +35,41 @@ CHUNK = 64
 """Tokens that a scan in torch computes at a time, unless its argument `chunk_size` is smaller."""
 
 
-class Segment(NamedTuple):
-    """Tokens of a row that follow one another on a path: a prompt, an answer, or both of a chain.
+class Group(NamedTuple):
+    """Segments of a packed row that a scan computes at once. `parents` [S] are the indices of their
+    prompts in the states of the groups before; None if they start paths.
 
-    `parent` is the index of the answer's prompt among the segments; None if it starts a path.
+    Those of similar lengths are `places` [S, L], indices in the row, the number of its tokens for
+    padding. Without padding all `tokens` lie end to end, each segment from one of `offsets`
+    [S + 1] to the next.
     """
 
-    tokens: range
-    parent: int | None
-
-
-class Group(NamedTuple):
-    """Segments as rows of indices in a packed row of T tokens: those of similar lengths [S, L], T
-    for padding, or all of them end to end [1, L], each from one of `offsets` [S + 1] to the next.
-    `parents` [S] are the indices of their prompts in the states of the groups before."""
-
-    places: Tensor
     parents: Tensor | None
+    places: Tensor | None = None
     offsets: Tensor | None = None
+    tokens: int = 0
+
+
+class Reorder(torch.autograd.Function):
+    """Rows [N, ...] in another order. `back` is the inverse order, which backward takes: that of
+    `index_select` adds rows up one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, ctx.back), None, None
+
+
+class Sequences(NamedTuple):
+    """Groups of segments without padding, and the order of the row's tokens in them [T] with its
+    inverse; None if that is the row's own."""
+
+    groups: list[Group]
+    orders: tuple[Tensor, Tensor] | None
 
 
 class Segments:
@@ -64,7 +82,9 @@ class Segments:
         self.device = tree.owner.device
         # All layers of a model have the same few widths and chunks.
         self._paths: dict[int, tuple[Tensor, Tensor]] = {}
+        self._links: dict[int, Links] = {}
         self._groups: dict[int, tuple[list[Group], Tensor]] = {}
+        self._sequences: Sequences | None = None
 
     def paths(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the indices in the row of every segment with the `width` tokens before it on its
@@ -78,6 +98,12 @@ class Segments:
                 back += range(len(places) - len(tokens), len(places))
             self._paths[width] = self._tensor(places), self._tensor(back)
         return self._paths[width]
+
+    def links(self, width: int) -> Links:
+        """Return the links of the tokens over `width` steps."""
+        if width not in self._links:
+            self._links[width] = links_of(self.segments, width, self._tensor)
+        return self._links[width]
 
     def groups(self, chunk: int) -> tuple[list[Group], Tensor]:
         """Return the groups of the segments, those that start a path first, and the index of each
@@ -105,27 +131,30 @@ class Segments:
                     back[tokens.start : tokens.stop] = range(first, first + len(tokens))
                     rows[number] = len(rows)
                     start += length
-                groups.append(Group(self._tensor(places), self._parents(numbers, rows)))
+                groups.append(Group(self._parents(numbers, rows), self._tensor(places)))
             self._groups[chunk] = groups, self._tensor(back)
         return self._groups[chunk]
 
-    def sequences(self) -> tuple[list[Group], Tensor]:
-        """Return the same without padding: one group of the segments that start a path, and one of
+    def sequences(self) -> "Sequences":
+        """Return the segments without padding: one group of those that start a path, and one of
         those that follow."""
-        if 0 not in self._groups:
+        if self._sequences is None:
             starts = [number for number, one in enumerate(self.segments) if one.parent is None]
             follow = [number for number, one in enumerate(self.segments) if one.parent is not None]
             rows = {number: row for row, number in enumerate(starts)}
             groups, order = [], []
             for numbers in filter(None, (starts, follow)):
                 parts = [self.segments[number].tokens for number in numbers]
-                places = np.concatenate([np.arange(part.start, part.stop) for part in parts])
-                offsets = self._tensor([0, *accumulate(map(len, parts))])
+                order += [np.arange(part.start, part.stop) for part in parts]
+                ends = [0, *accumulate(map(len, parts))]
                 parents = self._parents(numbers, rows)
-                order.append(places)
-                groups.append(Group(self._tensor(places)[None], parents, offsets))
-            self._groups[0] = groups, self._tensor(np.argsort(np.concatenate(order)))
-        return self._groups[0]
+                groups.append(Group(parents, offsets=self._tensor(ends), tokens=ends[-1]))
+            orders = None
+            if len(groups) > 1:
+                places = np.concatenate(order)
+                orders = self._tensor(places), self._tensor(np.argsort(places))
+            self._sequences = Sequences(groups, orders)
+        return self._sequences
 
     def _parents(self, numbers: list[int], rows: dict[int, int]) -> Tensor | None:
         """Return the `rows` of the prompts of segments; None if they start a path."""
@@ -203,12 +232,16 @@ def tree_convolution(
 ) -> Tensor:
     """Return `own` of `hidden_states` [1, C, T] with `weight` [C, width] along the paths of the
     tree."""
-    places, back = segments.paths(weight.shape[-1] - 1)
+    options = {"bias": bias, "activation": activation}
+    scan = scan_of(CONVOLUTION, own, segments, (hidden_states, weight), options)
+    steps = weight.shape[-1] - 1
+    if scan.ragged:
+        linked: Tensor = scan.run(hidden_states, weight, **options, links=segments.links(steps))
+        return linked
+    places, back = segments.paths(steps)
     # Rows of tokens, as the layer had them before it transposed them.
     row = pad(hidden_states[0].mT, (0, 0, 0, 1)).index_select(0, places).mT[None]
-    options = {"bias": bias, "activation": activation}
-    run = scan_of(CONVOLUTION, own, segments, (row, weight), options).run
-    return run(row, weight, **options)[0].mT.index_select(0, back).mT[None]
+    return scan.run(row, weight, **options)[0].mT.index_select(0, back).mT[None]
 
 
 def scan_of(
@@ -242,29 +275,44 @@ def tree_scan(
     scan = scan_of(name, own, segments, args, kwargs)
     if scan.run is inspect.unwrap(own) and "chunk_size" in kwargs:
         kwargs["chunk_size"] = chunk
-    groups, back = segments.sequences() if scan.ragged else segments.groups(chunk)
+    sequences = segments.sequences() if scan.ragged else None
+    groups, back = (sequences.groups, None) if sequences else segments.groups(chunk)
     row = (1, segments.num_tokens)
 
-    def rows(value: Any, places: Tensor) -> Any:
-        """Return [S, L, ...] of an argument of the row, others as they are."""
+    def parts(value: Any) -> Iterable[Any]:
+        """Return what each group has of an argument: [S, L, ...] of those of the row, others
+        whole."""
         if not isinstance(value, Tensor) or value.dim() < 3 or value.shape[:2] != row:
-            return value
-        padded = value[0]
-        if not scan.ragged:
-            padded = torch.cat((padded, padded.new_zeros(1, *padded.shape[1:])))
-        return padded.index_select(0, places.flatten()).unflatten(0, places.shape)
+            return repeat(value, len(groups))
+        if sequences:
+            return in_order(value[0], sequences)
+        padded = torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
+        places = [group.places for group in groups if group.places is not None]
+        return [padded.index_select(0, one.flatten()).unflatten(0, one.shape) for one in places]
 
+    divided = zip(*map(parts, (*args, *kwargs.values())), strict=True)
     outputs: list[Tensor] = []
     states: list[Tensor] = []
-    for places, parents, offsets in groups:
-        positional = [rows(value, places) for value in args]
-        named = {key: rows(value, places) for key, value in kwargs.items()}
+    for group, values in zip(groups, divided, strict=True):
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        parents = group.parents
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
-        if offsets is not None:
-            named["cu_seqlens"] = offsets
-        output, state = scan.run(*positional, **named | {final: True})
+        if group.offsets is not None:
+            named["cu_seqlens"] = group.offsets
+        output, state = scan.run(*values[: len(args)], **named | {final: True})
         outputs.append(output.flatten(0, 1))
-        if parents is None:
+        if group.parents is None:
             states.append(state)
-    output = torch.cat(outputs).index_select(0, back)[None]
-    return (output, None) if final == "output_final_state" else output
+    output = torch.cat(outputs)
+    if back is not None:
+        output = output.index_select(0, back)
+    elif sequences and sequences.orders:
+        output = Reorder.apply(output, *reversed(sequences.orders))
+    return (output[None], None) if final == "output_final_state" else output[None]
+
+
+def in_order(row: Tensor, sequences: Sequences) -> list[Tensor]:
+    """Return the tokens [1, L, ...] of each group, of those of the row [T, ...]."""
+    if sequences.orders:
+        row = Reorder.apply(row, *sequences.orders)
+    return [part[None] for part in row.split([group.tokens for group in sequences.groups])]

@@ -1,7 +1,7 @@
-"""Which library computes the convolution and the scan of a recurrent layer on CUDA, each where it
-gives the values and gradients of transformers' torch function: flash-linear-attention for Gated
-DeltaNet (Yang et al., arXiv 2412.06464), KDA (arXiv 2510.26692) and short convolutions, mamba-ssm
-for Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
+"""What computes the convolution and the scan of a recurrent layer on CUDA, each where it gives the
+values and gradients of transformers' torch function: our kernel for short convolutions,
+flash-linear-attention for Gated DeltaNet (Yang et al., arXiv 2412.06464) and KDA (arXiv
+2510.26692), mamba-ssm for Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
 
 import inspect
 import os
@@ -39,7 +39,8 @@ class Scan(NamedTuple):
 
     run: Callable[..., Any]
     ragged: bool
-    """Whether it also takes `cu_seqlens` [S + 1], the offsets of sequences in a row [1, T]."""
+    """Whether it takes a row [1, T] whole: a scan also takes `cu_seqlens` [S + 1], the offsets of
+    sequences in it, a convolution `links`, those of its tokens."""
 
 
 class Library(NamedTuple):
@@ -50,24 +51,26 @@ class Library(NamedTuple):
     module: str
     function: str
     form: Literal["convolution", "rows", "ragged"]
-    """What it computes: a convolution; a scan of rows of one length; or a scan that also takes the
-    offsets of sequences in one row."""
+    """What it computes: a convolution along paths, a scan of rows of one length, or a scan that
+    also takes the offsets of sequences in one row."""
     kept: int = 0
     """Numbers that are kept for each token and head beside inputs and output."""
 
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises ImportError if it is not installed."""
-        run = load(self.module, self.function)
-        return partial(tokens_first, run) if self.form == "convolution" else run
+        return load(self.module, self.function)
 
     def scan(self, run: Callable[..., Any]) -> Scan:
         """Return `run` as the library's form."""
-        return Scan(run, ragged=self.form == "ragged")
+        return Scan(run, ragged=self.form != "rows")
 
 
 fla = partial(Library, "flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
 LIBRARIES = {
-    "causal_conv1d_fn": fla("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
+    "causal_conv1d_fn": Library(
+        "triton", "pip install triton", "rlhf_kernels.convolution_triton", "convolve",
+        "convolution",
+    ),
     "torch_chunk_gated_delta_rule": fla(
         "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "ragged", kept=CHUNK
     ),
@@ -89,12 +92,6 @@ def load(module: str, function: str) -> Callable[..., Any]:
         return found(*args, **{name: kwargs[name] for name in kwargs.keys() & names})
 
     return run
-
-
-def tokens_first(run: Callable[..., Any], states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a convolution whose rows are [1, T, C] on `states` [1, C, T]."""
-    output: Tensor = run(states.transpose(1, 2), *args, **kwargs)[0]
-    return output.transpose(1, 2)
 
 
 class Scans:
@@ -141,8 +138,10 @@ class Scans:
                 problem = disagreement(library, own, values, device)
             self._problems[key] = problem
             if problem is not None and os.environ.get("RANK", "0") == "0":
+                what = "convolutions" if library.form == "convolution" else "scans"
                 warnings.warn(
-                    f"recurrent layers run in plain torch, since {library.package} {problem}",
+                    f"{what} of recurrent layers run in plain torch, since {library.package} "
+                    f"{problem}",
                     stacklevel=2,
                 )
         return self._problems[key]

@@ -1,0 +1,201 @@
+"""Short convolutions of recurrent layers along the paths of a packed row's trees, with their
+activation, in one pass forward and two backward.
+
+For a token t with the weights w_0 to w_n of a channel and the bias b: z_t = b + sum over k of
+w_(n-k) x_(t,k), where (t, k) is the token k steps before t on its path, and y_t = z_t, or SiLU(z_t)
+= z_t sigmoid(z_t). Given the gradient g of y: h_t = g_t y'(z_t), dw_(n-k) = sum over t of
+h_t x_(t,k), db = sum of h_t, and dx_s = sum over all t and k with (t, k) = s of w_(n-k) h_t.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_kernels.paths import Links, Segment, links_of
+
+ROWS, CHANNELS = 16, 128
+"""Tokens and channels that a program computes at once."""
+PROGRAMS = 64
+"""Partial sums over tokens of the weight's gradient."""
+SILU = ("silu", "swish")
+
+
+def convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    links: Links | None = None,
+) -> Tensor:
+    """Return the convolution of `hidden_states` [1, C, T] with `weight` [C, width] and `bias` [C]
+    along the paths that `links` describe, or of one path. Raises ValueError for an activation other
+    than SiLU."""
+    if activation not in (None, *SILU):
+        raise ValueError(f"no kernel has the activation {activation}")
+    rows = hidden_states[0].mT
+    if links is None:
+        segments = [Segment(range(len(rows)), None)]
+        as_tensor = partial(torch.tensor, device=rows.device)
+        links = links_of(segments, weight.shape[1] - 1, as_tensor)
+    output: Tensor = PathConvolution.apply(rows, weight, bias, activation is not None, links)
+    return output.mT[None]
+
+
+class PathConvolution(torch.autograd.Function):
+    """y [T, C] of x [T, C], weight [C, width] and bias [C] or None. Sums are float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, links: Links
+    ) -> Tensor:
+        rows, weight = rows if rows.stride(1) == 1 else rows.contiguous(), weight.contiguous()
+        output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        tokens, channels = rows.shape
+        grid = triton.cdiv(tokens, ROWS), triton.cdiv(channels, CHANNELS)
+        _forward[grid](
+            rows, weight, bias, links.before, output, tokens, channels, rows.stride(0),
+            WIDTH=weight.shape[1], BIAS=bias is not None, SILU=silu, ROWS=ROWS, BLOCK=CHANNELS,
+        )  # fmt: skip
+        ctx.save_for_backward(rows, weight, bias)
+        ctx.silu, ctx.links = silu, links
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias = ctx.saved_tensors
+        links, (channels, width) = ctx.links, weight.shape
+        tokens, blocks = len(rows), triton.cdiv(channels, CHANNELS)
+        programs = min(PROGRAMS, triton.cdiv(tokens, ROWS))
+        change = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        parts = rows.new_empty(programs, width + 1, channels, dtype=torch.float32)
+        _backward[programs, blocks](
+            rows, weight, bias, links.before, gradient.contiguous(), change, parts,
+            tokens, channels, rows.stride(0), programs, WIDTH=width, BIAS=bias is not None,
+            SILU=ctx.silu, ROWS=ROWS, BLOCK=CHANNELS, SLOTS=triton.next_power_of_2(width + 1),
+        )  # fmt: skip
+        for_rows = torch.empty_like(change)
+        _scatter[triton.cdiv(tokens, ROWS), blocks](
+            change, weight, links.before, links.later, links.offsets, for_rows, tokens, channels,
+            WIDTH=width, ROWS=ROWS, BLOCK=CHANNELS,
+        )  # fmt: skip
+        sums = parts.sum(0).to(weight.dtype)
+        return for_rows, sums[:width].mT, None if bias is None else sums[width], None, None
+
+
+@triton.jit
+def _sums(
+    hidden, weight, bias, before, row, column, tokens, channels, stride, WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return z [ROWS, BLOCK]."""
+    inside = (row < tokens)[:, None] & (column < channels)[None, :]
+    own = hidden + row.to(tl.int64)[:, None] * stride + column[None, :]
+    sums = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    sums = sums * _factor(weight, column, channels, 0, WIDTH)
+    for step in tl.static_range(1, WIDTH):
+        x = _earlier(hidden, before, row, column, tokens, channels, stride, step)
+        sums += x * _factor(weight, column, channels, step, WIDTH)
+    if BIAS:
+        sums += tl.load(bias + column, mask=column < channels, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
+def _factor(weight, column, channels, step, WIDTH: tl.constexpr):
+    """Return the weights of the tokens `step` steps before [1, BLOCK]."""
+    place = weight + column * WIDTH + WIDTH - 1 - step
+    return tl.load(place, mask=column < channels, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _earlier(hidden, before, row, column, tokens, channels, stride, step):
+    """Return x of the tokens `step` steps before [ROWS, BLOCK]."""
+    place = tl.load(before + (step - 1) * tokens + row, mask=row < tokens, other=-1)
+    inside = (place >= 0)[:, None] & (column < channels)[None, :]
+    place = hidden + place.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward(
+    hidden, weight, bias, before, output, tokens, channels, stride, WIDTH: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums = _sums(hidden, weight, bias, before, row, column, tokens, channels, stride, WIDTH, BIAS)
+    if SILU:
+        sums = sums * tl.sigmoid(sums)
+    inside = (row < tokens)[:, None] & (column < channels)[None, :]
+    place = output + row.to(tl.int64)[:, None] * channels + column[None, :]
+    tl.store(place, sums.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    hidden, weight, bias, before, gradient, change, parts, tokens, channels, stride, programs,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Write h, and for the gradients of the weight's columns and of the bias the sums over this
+    program's tokens."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)[:, None]
+    of_weight = tl.zeros((SLOTS, BLOCK), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), programs):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < tokens)[:, None] & (column < channels)[None, :]
+        place = row.to(tl.int64)[:, None] * channels + column[None, :]
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            sums = _sums(
+                hidden, weight, bias, before, row, column, tokens, channels, stride, WIDTH, BIAS
+            )
+            share = tl.sigmoid(sums)
+            g = g * share * (1 + sums * (1 - share))
+        tl.store(change + place, g.to(change.dtype.element_ty), mask=inside)
+        own = hidden + row.to(tl.int64)[:, None] * stride + column[None, :]
+        x = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        of_weight += tl.where(slot == WIDTH - 1, tl.sum(g * x, 0)[None, :], 0.0)
+        for step in tl.static_range(1, WIDTH):
+            x = _earlier(hidden, before, row, column, tokens, channels, stride, step)
+            of_weight += tl.where(slot == WIDTH - 1 - step, tl.sum(g * x, 0)[None, :], 0.0)
+        of_weight += tl.where(slot == WIDTH, tl.sum(g, 0)[None, :], 0.0)
+    place = parts + (tl.program_id(0) * (WIDTH + 1) + slot) * channels + column[None, :]
+    tl.store(place, of_weight, mask=(slot <= WIDTH) & (column < channels)[None, :])
+
+
+@triton.jit
+def _scatter(
+    change, weight, before, later, offsets, output, tokens, channels, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write dx of h."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = (column < channels)[None, :]
+    inside = (row < tokens)[:, None] & real
+    place = row.to(tl.int64)[:, None] * channels + column[None, :]
+    sums = tl.load(change + place, mask=inside, other=0.0).to(tl.float32)
+    sums = sums * _factor(weight, column, channels, 0, WIDTH)
+    for step in tl.static_range(1, WIDTH):
+        after = row + step
+        source = tl.load(before + (step - 1) * tokens + after, mask=after < tokens, other=-1)
+        follows = (source == row)[:, None] & inside
+        g = tl.load(change + place + step * channels, mask=follows, other=0.0).to(tl.float32)
+        sums += g * _factor(weight, column, channels, step, WIDTH)
+    start = tl.load(offsets + row, mask=row < tokens, other=0)
+    count = tl.load(offsets + row + 1, mask=row < tokens, other=0) - start
+    for number in range(tl.max(count, 0)):
+        there = number < count
+        entry = tl.load(later + start + number, mask=there, other=0)
+        after, step = entry // WIDTH, entry % WIDTH
+        at = change + after.to(tl.int64)[:, None] * channels + column[None, :]
+        g = tl.load(at, mask=there[:, None] & real, other=0.0).to(tl.float32)
+        at = weight + column[None, :] * WIDTH + WIDTH - 1 - step[:, None]
+        sums += g * tl.load(at, mask=there[:, None] & real, other=0.0).to(tl.float32)
+    tl.store(output + place, sums.to(output.dtype.element_ty), mask=inside)

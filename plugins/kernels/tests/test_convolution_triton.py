@@ -1,7 +1,11 @@
 """The Triton kernels of short convolutions along paths against torch's own, run by an interpreter
 on the host."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -111,6 +115,17 @@ def test_a_gradient_whose_channels_do_not_lie_together_is_read(kernels: ModuleTy
         output.backward(order(torch.arange(output.numel()).view_as(output).to(output)))
         results.append(x.grad)
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter accepts more than the compiler."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).with_name("compile_convolution.py")
+    words = [sys.executable, str(script), "90"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == 6
 
 
 def test_another_activation_is_refused(kernels: ModuleType) -> None:

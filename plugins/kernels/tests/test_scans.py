@@ -2,9 +2,12 @@
 
 import importlib
 import inspect
+import json
+import os
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +184,26 @@ def test_a_library_is_compared_outside_of_a_recomputation(use: Any) -> None:
         theirs = values(module)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=5e-5)
     assert sum(sizes[-2:]) == len(tree_batch().tokens)
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "mode"),
+    [((9, 0), {}, "strict"), ((8, 6), {}, None), ((9, 0), {"FLA_CACHE_MODE": "full"}, "full")],
+)
+def test_the_forms_of_kernels_are_those_measured_on_such_a_device(
+    capability: tuple[int, int], given: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(os, "environ", dict(given))
+    scans.use_measured_forms()
+    assert os.environ.get("FLA_CACHE_MODE") == mode
+    folder = os.environ.get("FLA_CONFIG_DIR")
+    assert (folder is not None) == (mode == "strict")
+    for path in Path(folder).glob("*.json") if folder else ():
+        read = json.loads(path.read_text(encoding="utf-8"))
+        assert read["kernel_name"] == path.stem
+        assert all(entry["config"]["num_warps"] for entry in read["autotune_entries"].values())
 
 
 def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:

@@ -193,9 +193,8 @@ def _scatter(
     for number in range(tl.max(count, 0)):
         there = number < count
         entry = tl.load(later + start + number, mask=there, other=0)
-        after, step = entry // WIDTH, entry % WIDTH
-        at = change + after.to(tl.int64)[:, None] * channels + column[None, :]
+        at = change + (entry // WIDTH).to(tl.int64)[:, None] * channels + column[None, :]
         g = tl.load(at, mask=there[:, None] & real, other=0.0).to(tl.float32)
-        at = weight + column[None, :] * WIDTH + WIDTH - 1 - step[:, None]
+        at = weight + column[None, :] * WIDTH + WIDTH - 1 - (entry % WIDTH)[:, None]
         sums += g * tl.load(at, mask=there[:, None] & real, other=0.0).to(tl.float32)
     tl.store(output + place, sums.to(output.dtype.element_ty), mask=inside)

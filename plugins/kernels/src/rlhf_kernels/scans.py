@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +28,10 @@ OFFSETS = (0, 100, 250)
 """The two sequences that are compared, in a row of so many tokens."""
 CHUNK = 64
 """Tokens that flash-linear-attention computes at a time."""
+FORMS = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": "{}"}
+"""The variables that tell flash-linear-attention where forms of its kernels are."""
+MEASURED = Path(__file__).with_name("forms")
+"""The forms, by `benchmarks/scan_forms.py`, in a folder for each kind of device."""
 INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
@@ -85,6 +90,8 @@ LIBRARIES = {
 @cache
 def load(module: str, function: str) -> Callable[..., Any]:
     """Return a function of a library, made to ignore the arguments that it does not name."""
+    if module.startswith("fla."):
+        use_measured_forms()
     found = getattr(import_module(module), function)
     names = set(inspect.signature(found).parameters)
 
@@ -92,6 +99,17 @@ def load(module: str, function: str) -> Callable[..., Any]:
         return found(*args, **{name: kwargs[name] for name in kwargs.keys() & names})
 
     return run
+
+
+def use_measured_forms() -> None:
+    """Have flash-linear-attention take the forms of its kernels that were the fastest on a device
+    of this kind, unless its variables are set. Else it times all of them at their first use, for
+    minutes, and devices of one kind may differ in what they find and so in how they round."""
+    if torch.cuda.is_available() and not FORMS.keys() & os.environ.keys():
+        major, minor = torch.cuda.get_device_capability()
+        folder = MEASURED / f"sm{major}{minor}"
+        if folder.is_dir():
+            os.environ |= {name: value.format(folder) for name, value in FORMS.items()}
 
 
 class Scans:

@@ -22,7 +22,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("Qwen3.5", "fla"), ("Bamba", "mamba_ssm"), ("LFM2", "triton")]
+    ("name", "package"), [("Qwen3.5", "fla"), ("Bamba", "fla"), ("LFM2", "triton")]
 )
 def test_a_library_gives_the_trees_that_torch_gives(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ from rlhf.hookspecs import Finding
 
 OPTIONAL = {
     "flash": ("flash-attn-4", "long rows on Hopper and later"),
-    "fla": ("flash-linear-attention", "Gated DeltaNet and KDA layers"),
+    "fla": ("flash-linear-attention", "Gated DeltaNet, KDA and Mamba 2"),
     "fp8": ("torchao", "model.fp8"),
 }
 """Package and feature of each extra."""

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from rlhf.engine import fused_on, on_device
 from rlhf.kernels import Tree
 from rlhf_kernels.paths import Links, Segment, links_of
-from rlhf_kernels.scans import Scan, Scans
+from rlhf_kernels.scans import Scans
 
 CONVOLUTION = "causal_conv1d_fn"
 SCANS = {
@@ -233,31 +233,30 @@ def tree_convolution(
     """Return `own` of `hidden_states` [1, C, T] with `weight` [C, width] along the paths of the
     tree."""
     options = {"bias": bias, "activation": activation}
-    scan = scan_of(CONVOLUTION, own, segments, (hidden_states, weight), options)
+    own = inspect.unwrap(own)
+    run = library_of(CONVOLUTION, own, segments, (hidden_states, weight), options)
     steps = weight.shape[-1] - 1
-    if scan.ragged:
-        linked: Tensor = scan.run(hidden_states, weight, **options, links=segments.links(steps))
+    if run is not None:
+        linked: Tensor = run(hidden_states, weight, **options, links=segments.links(steps))
         return linked
     places, back = segments.paths(steps)
     # Rows of tokens, as the layer had them before it transposed them.
     row = pad(hidden_states[0].mT, (0, 0, 0, 1)).index_select(0, places).mT[None]
-    return scan.run(row, weight, **options)[0].mT.index_select(0, back).mT[None]
+    return own(row, weight, **options)[0].mT.index_select(0, back).mT[None]
 
 
-def scan_of(
+def library_of(
     name: str,
     own: Callable[..., Any],
     segments: Segments,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Scan:
-    """Return what computes the convolution or scan `name`, `own` in transformers."""
-    # transformers may have chosen a library itself, whose backward nothing has tried.
-    own = inspect.unwrap(own)
-    found = None
-    if fused_on(segments.device.type):
-        found = segments.scans.choose(name, own, args, kwargs)
-    return found or Scan(own, ragged=False)
+) -> Callable[..., Any] | None:
+    """Return the library's function for the convolution or scan `name`, `own` in transformers; None
+    if plain torch computes it."""
+    if not fused_on(segments.device.type):
+        return None
+    return segments.scans.choose(name, own, args, kwargs)
 
 
 def tree_scan(
@@ -270,12 +269,14 @@ def tree_scan(
     """Return what the scan `name` returns, `own` in transformers, whose arguments of shape
     [1, T, ...] are of the row."""
     initial, final = SCANS[name]
+    # transformers may have chosen a library itself, whose backward nothing has tried.
+    own = inspect.unwrap(own)
+    run = library_of(name, own, segments, args, kwargs)
     # Segments are shorter than the chunks of some families, which torch would fill up.
     chunk = min(kwargs.get("chunk_size", CHUNK), CHUNK)
-    scan = scan_of(name, own, segments, args, kwargs)
-    if scan.run is inspect.unwrap(own) and "chunk_size" in kwargs:
+    if run is None and "chunk_size" in kwargs:
         kwargs["chunk_size"] = chunk
-    sequences = segments.sequences() if scan.ragged else None
+    sequences = segments.sequences() if run else None
     groups, back = (sequences.groups, None) if sequences else segments.groups(chunk)
     row = (1, segments.num_tokens)
 
@@ -299,7 +300,7 @@ def tree_scan(
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
         if group.offsets is not None:
             named["cu_seqlens"] = group.offsets
-        output, state = scan.run(*values[: len(args)], **named | {final: True})
+        output, state = (run or own)(*values[: len(args)], **named | {final: True})
         outputs.append(output.flatten(0, 1))
         if group.parents is None:
             states.append(state)

@@ -1,7 +1,7 @@
 """What computes the convolution and the scan of a recurrent layer on CUDA, each where it gives the
 values and gradients of transformers' torch function: our kernel for short convolutions,
-flash-linear-attention for Gated DeltaNet (Yang et al., arXiv 2412.06464) and KDA (arXiv
-2510.26692), mamba-ssm for Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
+flash-linear-attention for Gated DeltaNet (Yang et al., arXiv 2412.06464), KDA (arXiv 2510.26692)
+and Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
 
 import inspect
 import os
@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rlhf.errors import first_line
+from rlhf_kernels.mamba import by_linear_attention
 from rlhf_kernels.meta import MetaConvolution, MetaScan
 
 AGREEMENT, AGREEMENT_FP32 = 2e-2, 2e-5
@@ -38,16 +39,6 @@ Values = Mapping[str, Any]
 """The arguments of a scan by the names that the torch function has for them."""
 
 
-class Scan(NamedTuple):
-    """What computes a convolution or a scan, with the arguments and results of the torch
-    function."""
-
-    run: Callable[..., Any]
-    ragged: bool
-    """Whether it takes a row [1, T] whole: a scan also takes `cu_seqlens` [S + 1], the offsets of
-    sequences in it, a convolution `links`, those of its tokens."""
-
-
 class Library(NamedTuple):
     """Where a convolution or a scan is found, and what installs it."""
 
@@ -55,34 +46,31 @@ class Library(NamedTuple):
     install: str
     module: str
     function: str
-    form: Literal["convolution", "rows", "ragged"]
-    """What it computes: a convolution along paths, a scan of rows of one length, or a scan that
-    also takes the offsets of sequences in one row."""
+    what: Literal["convolutions", "scans"] = "scans"
     kept: int = 0
     """Numbers that are kept for each token and head beside inputs and output."""
+    form: Callable[..., Any] | None = None
+    """What gives the function, as its first argument, the torch function's arguments and
+    results."""
 
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises ImportError if it is not installed."""
-        return load(self.module, self.function)
-
-    def scan(self, run: Callable[..., Any]) -> Scan:
-        """Return `run` as the library's form."""
-        return Scan(run, ragged=self.form != "rows")
+        run = load(self.module, self.function)
+        return partial(self.form, run) if self.form else run
 
 
 fla = partial(Library, "flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
 LIBRARIES = {
     "causal_conv1d_fn": Library(
         "triton", "pip install triton", "rlhf_kernels.convolution_triton", "convolve",
-        "convolution",
+        what="convolutions",
     ),
     "torch_chunk_gated_delta_rule": fla(
-        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "ragged", kept=CHUNK
+        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", kept=CHUNK
     ),
-    "chunk_kimi_delta_attention": fla("fla.ops.kda", "chunk_kda", "ragged", kept=2 * CHUNK),
-    "mamba2_chunk_scan": Library(
-        "mamba-ssm", "pip install --no-build-isolation mamba-ssm",
-        "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", "rows", kept=4,
+    "chunk_kimi_delta_attention": fla("fla.ops.kda", "chunk_kda", kept=2 * CHUNK),
+    "mamba2_chunk_scan": fla(
+        "fla.ops.simple_gla", "chunk_simple_gla", kept=2, form=by_linear_attention
     ),
 }  # fmt: skip
 
@@ -120,19 +108,21 @@ class Scans:
 
     def choose(
         self, name: str, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Scan | None:
-        """Return the library's form of a scan for arguments like these, whose row is [1, T, ...];
-        None if no installed one gives what `own` gives."""
+    ) -> Callable[..., Any] | None:
+        """Return the library's function for arguments like these, whose row is [1, T, ...]; None if
+        no installed one gives what `own` gives. It takes a row whole: a scan also takes
+        `cu_seqlens` [S + 1], the offsets of sequences in it, a convolution the `links` of its
+        tokens."""
         library, device = LIBRARIES[name], args[0].device
         if device.type != "meta":
             problem = self.problem(library, own, args, kwargs, device)
-            return None if problem else library.scan(library.load())
+            return None if problem else library.load()
         # A machine without a GPU can rehearse the run of one that has both.
         on_gpu = torch.cuda.is_available()
         if on_gpu and self.problem(library, own, args, kwargs, torch.device("cuda")):
             return None
-        stand_in = rehearsed_convolution if library.form == "convolution" else rehearsed
-        return library.scan(partial(stand_in, own, library.kept))
+        stand_in = rehearsed_convolution if library.what == "convolutions" else rehearsed
+        return partial(stand_in, own, library.kept)
 
     def problem(
         self,
@@ -145,7 +135,7 @@ class Scans:
         """Return why a scan does not use its library; the first time also as a warning."""
         # All layers ask in every forward.
         shape = args[0].shape
-        width = shape[1:2] if library.form == "convolution" else shape[2:]
+        width = shape[1:2] if library.what == "convolutions" else shape[2:]
         rest = (*args[1:], *kwargs.values())
         key = library, args[0].dtype, width, *kwargs, *map(kind, rest)
         if key not in self._problems:
@@ -156,7 +146,7 @@ class Scans:
                 problem = disagreement(library, own, values, device)
             self._problems[key] = problem
             if problem is not None and os.environ.get("RANK", "0") == "0":
-                what = "convolutions" if library.form == "convolution" else "scans"
+                what = "convolutions" if library.what == "convolutions" else "scans"
                 warnings.warn(
                     f"{what} of recurrent layers run in plain torch, since {library.package} "
                     f"{problem}",
@@ -189,11 +179,11 @@ def disagreement(
     generator = torch.Generator(device).manual_seed(1)
     forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
     own_forward: Callable[[Callable[..., Any], Values], Sequence[Tensor]]
-    if library.form == "convolution":
+    if library.what == "convolutions":
         forward, own_forward = convolved, convolved
         weights = [torch.randn(drawn["hidden_states"].shape, generator=generator, device=device)]
     else:
-        forward, own_forward = end_to_end if library.form == "ragged" else one_by_one, one_by_one
+        forward, own_forward = end_to_end, one_by_one
         final = next(name for name in INITIAL if name in inspect.signature(own).parameters)
         drawn |= {final: True, INITIAL[final]: None}
         with torch.no_grad():

@@ -80,7 +80,10 @@ def rows_of(tensor: Tensor) -> Tensor:
     """Return the rows [N, H] of a tensor [..., H], each without gaps. Only what has no such view is
     copied: gates are often slices of a wider product."""
     rows = tensor.reshape(-1, tensor.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    # Code compiled by torch.compile may lay out a slice anew, with other gaps between its rows.
+    if rows.stride(-1) == 1 and not torch.compiler.is_compiling():
+        return rows
+    return rows.contiguous()
 
 
 def _own(norm: Any, hidden: Tensor, gate: Tensor | None) -> Tensor:

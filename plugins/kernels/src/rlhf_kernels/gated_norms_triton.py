@@ -15,7 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.norms_triton import PROGRAMS, WARPS, tile_of
+from rlhf_kernels.norms_triton import ELEMENTS, PROGRAMS, WARPS, tile_of
+
+WIDE_WARPS = 16
+"""Of a program that reads a row of more than `ELEMENTS`, which would not fit into the registers of
+8 together with its gate."""
 
 
 class GatedRMSNorm(torch.autograd.Function):
@@ -38,7 +42,7 @@ class GatedRMSNorm(torch.autograd.Function):
         _forward[(triton.cdiv(rows, at_once), groups)](
             hidden, gate, weight, output, scale, rows, hidden.stride(0), gate.stride(0),
             EPS=eps, SIGMOID=sigmoid, FIRST=first, WHOLE=whole,
-            WIDTH=width, GROUPS=groups, ROWS=at_once, BLOCK=block, num_warps=WARPS,
+            WIDTH=width, GROUPS=groups, ROWS=at_once, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
         ctx.save_for_backward(hidden, gate, weight, scale)
         ctx.sigmoid, ctx.first = sigmoid, first
@@ -58,10 +62,14 @@ class GatedRMSNorm(torch.autograd.Function):
             hidden, gate, weight, scale, gradient.contiguous(), for_hidden, for_gate, parts,
             rows, programs, hidden.stride(0), gate.stride(0),
             SIGMOID=ctx.sigmoid, FIRST=ctx.first,
-            WIDTH=width, GROUPS=groups, ROWS=at_once, BLOCK=block, num_warps=WARPS,
+            WIDTH=width, GROUPS=groups, ROWS=at_once, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
         for_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return for_hidden, for_gate, for_weight, None, None, None, None, None
+
+
+def _warps(block: int) -> int:
+    return WARPS if block <= ELEMENTS else WIDE_WARPS
 
 
 # torch.compile passes Python floats to a kernel in 64 bits, unless they are constants.

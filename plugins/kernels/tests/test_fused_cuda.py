@@ -42,6 +42,9 @@ KNOWN = {
     for config, options in (FAMILIES | MORE).values()
 }
 
+HYBRIDS = ("qwen3_5_text", "kimi_linear", "bamba")
+"""Families with each kind of gated norm."""
+
 
 def run(model_type: str, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     config_class, options = KNOWN[model_type]
@@ -75,7 +78,12 @@ def test_fused_layers_equal_the_models_layers(model_type: str) -> None:
     same_by(model_type, "fused")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_layers_with_fused_gated_norms_equal_the_models_layers(model_type: str) -> None:
+    same_by(model_type, "fused")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_oss", *HYBRIDS])
 def test_compiled_layers_equal_the_models_layers(model_type: str) -> None:
     same_by(model_type, "compiled")
 

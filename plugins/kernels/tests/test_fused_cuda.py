@@ -17,7 +17,7 @@ from rlhf.readouts import logits as chunks
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.chunked import add_product
 from rlhf.reference.live import adapter_off
-from rlhf_devkit.families import FAMILIES, SIZES, gradients, tree_batch
+from rlhf_devkit.families import FAMILIES, MAMBA, SIZES, gradients, tree_batch
 from rlhf_distill import WholeTeacher
 from rlhf_distill.distillation import compare, compiled_compare
 from rlhf_distill.distributions import forward_kl
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 CUDA = torch.device("cuda")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 32}),
     "Gemma": ("GemmaConfig", SIZES | {"head_dim": 16}),
     "OLMo 2": ("Olmo2Config", SIZES),
     "Qwen3 MoE": ("Qwen3MoeConfig", SIZES | {"head_dim": 16, "moe_intermediate_size": 32}),

@@ -296,7 +296,7 @@ def test_fused_norms_give_a_hybrid_its_gradients(name: str) -> None:
     found = gradients(causal)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        near = 1e-4 * float(value.abs().max()) + 1e-6
+        near = 1e-3 * float(value.abs().max()) + 1e-6
         torch.testing.assert_close(found[key], value, rtol=0, atol=near, msg=key)
 
 

@@ -4,7 +4,7 @@ A replacement is kept on the instance, so that the class and other models stay a
 parameters keep their names. Replacements of one model must come in this order, since each wraps or
 reads what the ones before it left (1 to 5 in the kernels, `rlhf_kernels` of ours):
 
-1. `norms.fuse_norms`: RMS norms run our kernels.
+1. `norms.fuse_norms`: RMS norms, with a gate or without, run our kernels.
 2. `fused.fuse`: gated layers run Liger's kernels, or stand-ins on the meta device. The rotary
    embedding is replaced in the family's module.
 3. `gates.recompute_products`: gated layers keep both factors and not their product. Those that step

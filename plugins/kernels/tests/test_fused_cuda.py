@@ -17,7 +17,7 @@ from rlhf.readouts import logits as chunks
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.chunked import add_product
 from rlhf.reference.live import adapter_off
-from rlhf_devkit.families import FAMILIES, SIZES, gradients, tree_batch
+from rlhf_devkit.families import FAMILIES, MAMBA, SIZES, gradients, tree_batch
 from rlhf_distill import WholeTeacher
 from rlhf_distill.distillation import compare, compiled_compare
 from rlhf_distill.distributions import forward_kl
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 CUDA = torch.device("cuda")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 32}),
     "Gemma": ("GemmaConfig", SIZES | {"head_dim": 16}),
     "OLMo 2": ("Olmo2Config", SIZES),
     "Qwen3 MoE": ("Qwen3MoeConfig", SIZES | {"head_dim": 16, "moe_intermediate_size": 32}),
@@ -41,6 +42,9 @@ KNOWN = {
     getattr(transformers, config).model_type: (config, options)
     for config, options in (FAMILIES | MORE).values()
 }
+
+HYBRIDS = ("qwen3_5_text", "kimi_linear", "bamba")
+"""Families with each kind of gated norm."""
 
 
 def run(model_type: str, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -75,7 +79,12 @@ def test_fused_layers_equal_the_models_layers(model_type: str) -> None:
     same_by(model_type, "fused")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_layers_with_fused_gated_norms_equal_the_models_layers(model_type: str) -> None:
+    same_by(model_type, "fused")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_oss", *HYBRIDS])
 def test_compiled_layers_equal_the_models_layers(model_type: str) -> None:
     same_by(model_type, "compiled")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import replace_forward
 from rlhf.errors import RLHFError
-from rlhf_kernels.meta import MetaNorm, MetaProduct
+from rlhf_kernels.meta import MetaGatedNorm, MetaNorm, MetaProduct
 
 FP8_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Lowest compute capability for a value of `model.fp8`."""
@@ -93,7 +93,11 @@ def rehearse_fp8(layers: nn.ModuleList) -> None:
     def forward(linear: Any, hidden: Tensor) -> Tensor:
         trained = linear.weight.requires_grad
         if trained and latest["input"]() is not hidden:
-            normed = isinstance(hidden.grad_fn, MetaNorm._backward_cls)
+            # A gated norm returns a view of its rows, as its layer does.
+            gated = hidden if hidden._base is None else hidden._base
+            normed = isinstance(hidden.grad_fn, MetaNorm._backward_cls) or isinstance(
+                gated.grad_fn, MetaGatedNorm._backward_cls
+            )
             kept = torch.empty(hidden.shape, dtype=torch.float8_e4m3fn, device=hidden.device)
             latest.update(input=weakref.ref(hidden), kept=kept if normed else None)
         return MetaProduct.apply(hidden, linear.weight, latest["kept"] if trained else None)

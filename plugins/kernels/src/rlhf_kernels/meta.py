@@ -50,6 +50,21 @@ class MetaNorm(torch.autograd.Function):
         return torch.empty_like(hidden), torch.empty_like(weight)
 
 
+class MetaGatedNorm(torch.autograd.Function):
+    """A fused RMS norm with a gate: keeps both inputs and a float per row and group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gate: Tensor, weight: Tensor, groups: int) -> Tensor:
+        scale = rows.new_empty(len(rows), groups, dtype=torch.float32)
+        ctx.save_for_backward(rows, gate, weight, scale)
+        return rows.new_empty(rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, _ = ctx.saved_tensors
+        return *(torch.empty_like(tensor) for tensor in inputs), None
+
+
 class MetaGate(torch.autograd.Function):
     """A fused gated activation: keeps both inputs and writes their gradients over them."""
 

@@ -1,5 +1,5 @@
 """RMS norms (Zhang and Sennrich, arXiv 1910.07467), recognised by what they compute and run by our
-kernels (`norms_triton.py`).
+kernels (`norms_triton.py`), with a gate or without (`gated_norms.py`).
 
 Families differ in three things that a class name does not show: the epsilon, whether 1 is added to
 the weight, and where they round. A few numbers sent through a module show all three.
@@ -7,7 +7,7 @@ the weight, and where they round. A few numbers sent through a module show all t
 
 import copy
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,6 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engine import replace_forward, whole_shape
+from rlhf_kernels.gated_norms import (
+    GATE,
+    GatedFormula,
+    gated_formulas,
+    gated_norm,
+    meta_gated_norm,
+)
 from rlhf_kernels.meta import MetaNorm
 
 EPSILONS = ("variance_epsilon", "eps")
@@ -22,6 +29,8 @@ EPSILONS = ("variance_epsilon", "eps")
 PROBE_SIZES = (1.0, 3.0, 0.5)
 """Root mean squares of the rows that are sent through a module; the last two are multiples of the
 root of its epsilon, where the epsilon's place in the formula shows."""
+GATE_SIZES = (30.0, 1.0, 1.0)
+"""Root mean squares of their gates, one of them so large that a limit of the activation shows."""
 EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that torch gives every module."""
 NORM_TOLERANCE = 3e-4
@@ -47,30 +56,36 @@ class Formula(NamedTuple):
         return x.to(hidden.dtype) * (self.offset + weight)
 
 
-def formula_of(module: nn.Module) -> Formula | None:
-    """Return how an RMS norm computes; None for any other module."""
+def formula_of(module: nn.Module) -> Formula | GatedFormula | None:
+    """Return how an RMS norm computes, with a gate if it takes one; None for any other module."""
     weight = module._parameters.get("weight")
     eps = next((vars(module)[name] for name in EPSILONS if name in vars(module)), None)
     if weight is None or len(module._parameters) > 1 or not isinstance(eps, float) or eps <= 0:
         return None
-    if len(inspect.signature(type(module).forward).parameters) != 2:
-        return None  # It may take a gate besides the hidden states.
+    others = [*inspect.signature(type(module).forward).parameters][2:]
     shape = whole_shape(weight)
-    if len(shape) != 1:
+    if len(shape) != 1 or others not in ([], [GATE]):
         return None
-    sample, drawn = _probe(shape, eps)
+    formulas: Sequence[Formula | GatedFormula] = (
+        gated_formulas(module, eps, shape[0]) if others else plain_formulas(eps)
+    )
+    *inputs, drawn = tensors = _probe(shape, eps, gated=bool(others))
     same = copy.copy(module)
     same.__dict__["_parameters"] = {"weight": drawn}
     with torch.no_grad():
         try:
-            actual = type(module).forward(same, sample)
+            actual = type(module).forward(same, *inputs)
         except Exception:  # A module of another kind may need anything.
             return None
-        for offset, whole in product((0.0, 1.0), (False, True)):
-            formula = Formula(eps, offset, whole)
-            if _error(formula(sample, drawn), actual) < NORM_TOLERANCE:
+        for formula in formulas:
+            if _error(formula(*tensors), actual) < NORM_TOLERANCE:
                 return formula
     return None
+
+
+def plain_formulas(eps: float) -> list[Formula]:
+    """Return what a module without a gate may compute."""
+    return [Formula(eps, *case) for case in product((0.0, 1.0), (False, True))]
 
 
 def _kind(module: nn.Module) -> Hashable | None:
@@ -87,15 +102,18 @@ def _kind(module: nn.Module) -> Hashable | None:
     return type(module), names, whole_shape(weight), module.training, tuple(own.items())
 
 
-def _probe(shape: torch.Size, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rows [3, H] and a weight [H] in bf16 on the CPU: at ZeRO-3 and on the meta device the
-    module's own weight has no values."""
+def _probe(shape: torch.Size, eps: float, *, gated: bool) -> list[Tensor]:
+    """Return rows [3, H], with `gated` their gates, and a weight [H] in bf16 on the CPU: at ZeRO-3
+    and on the meta device the module's own weight has no values."""
     draw = torch.Generator().manual_seed(0)
     first, *others = PROBE_SIZES
     sizes = torch.tensor([first, *(size * eps**0.5 for size in others)], device="cpu")
     sample = sizes[:, None] * torch.randn(len(sizes), *shape, generator=draw, device="cpu")
     weight = 0.5 * torch.randn(*shape, generator=draw, device="cpu")
-    return sample.bfloat16(), weight.bfloat16()
+    gate = torch.randn(sample.shape, generator=draw, device="cpu")
+    gate *= torch.tensor(GATE_SIZES, device="cpu")[:, None]
+    drawn = [sample, gate, weight] if gated else [sample, weight]
+    return [tensor.bfloat16() for tensor in drawn]
 
 
 def _error(value: Tensor, expected: Any) -> float:
@@ -110,16 +128,19 @@ def fuse_norms(model: nn.Module) -> int:
     """Have every RMS norm of `model` run our kernels, on the meta device stand-ins that keep what
     the kernels keep. Return how many there are."""
     fused = 0
-    known: dict[Hashable, Formula | None] = {}
+    known: dict[Hashable, Formula | GatedFormula | None] = {}
     for module in model.modules():
         kind = _kind(module)
         if kind is None or kind not in known:
             known[kind] = formula_of(module)
         formula = known[kind]
         if formula is not None:
+            real, meta = _norm, _meta_norm
+            if isinstance(formula, GatedFormula):
+                real, meta = gated_norm, meta_gated_norm
             weight: Any = module.weight
             module.__dict__["formula"] = formula
-            replace_forward(module, (_meta_norm if weight.is_meta else _norm).__get__(module))
+            replace_forward(module, (meta if weight.is_meta else real).__get__(module))
             fused += 1
     return fused
 

@@ -33,7 +33,7 @@ class RMSNorm(torch.autograd.Function):
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         output = torch.empty_like(rows)
         scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        block, at_once = _tile(rows)
+        block, at_once = tile_of(rows.shape[1])
         _forward[(triton.cdiv(len(rows), at_once),)](
             rows, weight, output, scale, len(rows), EPS=eps, OFFSET=offset,
             WIDTH=rows.shape[1], WHOLE=whole, ROWS=at_once, BLOCK=block, num_warps=WARPS,
@@ -45,7 +45,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
-        block, at_once = _tile(rows)
+        block, at_once = tile_of(rows.shape[1])
         programs = min(PROGRAMS, triton.cdiv(len(rows), at_once))
         for_hidden = torch.empty_like(rows)
         parts = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=rows.device)
@@ -58,9 +58,9 @@ class RMSNorm(torch.autograd.Function):
         return for_hidden.view(gradient.shape), for_weight, None, None, None
 
 
-def _tile(rows: Tensor) -> tuple[int, int]:
-    """Return the columns and rows that one program reads at once."""
-    block = triton.next_power_of_2(rows.shape[1])
+def tile_of(width: int) -> tuple[int, int]:
+    """Return the columns and rows that one program reads at once of rows of `width` numbers."""
+    block = triton.next_power_of_2(width)
     return block, max(1, ELEMENTS // block)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import (
     chunked_causal_mask_function,
@@ -111,6 +112,37 @@ def test_casts_and_views_keep_the_tree_and_other_changes_drop_it() -> None:
     assert mask.to(torch.long).tree is tree
     assert not hasattr(mask[:, :4], "tree")
     assert not hasattr(mask & mask, "tree")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_whether_all_tokens_are_seen_is_known_on_the_host(device: str, dtype: torch.dtype) -> None:
+    batch = batch_of(SPANS[0], multiple=20)
+    tree = Tree(batch)
+    tree.owner = tree.owner.to(device)
+    mask = TreeTokens.of(tree).to(dtype)
+    with NoRead():
+        assert torch.all(mask == 1)
+        assert (mask == 1).dtype == torch.bool
+
+
+def test_other_questions_about_a_mask_have_their_own_answers() -> None:
+    mask = TreeTokens.of(Tree(batch_of(SPANS[0], multiple=20)))
+    assert not torch.all(mask == 0)
+    assert not torch.all(mask.long() == 2)
+    assert not torch.all(mask != 1)
+    assert not torch.all(mask == torch.zeros_like(mask))
+    assert not torch.all(mask & torch.zeros_like(mask))
+    assert torch.all(mask, dim=0).shape == mask.shape[1:]
+    assert torch.all(mask == 1, 1).shape == (1,)
+
+
+class NoRead(TorchDispatchMode):
+    """Fails where a value of a mask is read."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten.eq.Scalar, torch.ops.aten.all.default), func
+        return func(*args, **kwargs or {})
 
 
 def tiny_llama(**options: Any) -> Any:

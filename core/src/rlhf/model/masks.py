@@ -85,8 +85,12 @@ class TreeTokens(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         source = args[0] if args else None
-        if func is torch.all and source is not None and source.is_meta:
-            return torch.tensor(True)  # A recurrent layer asks; a rehearsal has no values.
+        if isinstance(source, cls) and hasattr(source, "tree") and not kwargs:
+            # Recurrent layers ask for `torch.all(mask == 1)`. On a GPU the host would wait for it.
+            if func is Tensor.__eq__ and isinstance(args[1], int) and args[1] == 1:
+                return source.bool()
+            if func is torch.all and len(args) == 1:
+                return torch.tensor(True)
         result = super().__torch_function__(func, types, args, kwargs or {})
         if (
             isinstance(result, cls)

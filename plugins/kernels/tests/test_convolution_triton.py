@@ -83,7 +83,7 @@ def differentiated(run: Any, given: list[Tensor | None]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("first", [True, False], ids=["channels together", "tokens together"])
 @pytest.mark.parametrize(
-    ("width", "bias", "activation"), [(4, False, "silu"), (4, True, "silu"), (3, True, None)]
+    ("width", "bias", "activation"), [(4, False, "silu"), (2, True, "silu"), (3, True, None)]
 )
 def test_the_kernels_give_the_same(
     width: int, bias: bool, activation: str | None, first: bool, dtype: Any, kernels: ModuleType
@@ -128,6 +128,11 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert len(done.stdout.split()) == 6
 
 
-def test_another_activation_is_refused(kernels: ModuleType) -> None:
-    with pytest.raises(ValueError, match="no kernel has the activation gelu"):
-        kernels.convolve(torch.zeros(1, 2, 3), torch.zeros(2, 4), activation="gelu")
+@pytest.mark.parametrize(
+    ("width", "activation", "what"), [(4, "gelu", "activation gelu"), (5, "silu", "width 5")]
+)
+def test_what_no_kernel_computes_is_refused(
+    width: int, activation: str, what: str, kernels: ModuleType
+) -> None:
+    with pytest.raises(ValueError, match=f"no kernel has the {what}"):
+        kernels.convolve(torch.zeros(1, 2, 3), torch.zeros(2, width), activation=activation)

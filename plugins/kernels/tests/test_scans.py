@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,14 +229,18 @@ def test_the_forms_of_kernels_are_those_measured_on_such_a_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(os, "environ", dict(given))
+    # As transformers has imported it, before the variables are set.
+    read = SimpleNamespace(from_env=lambda: os.environ["FLA_CACHE_MODE"])
+    settings: Any = SimpleNamespace(FlaCacheMode=read, FLA_CACHE_MODE=given.get("FLA_CACHE_MODE"))
+    monkeypatch.setattr(scans, "import_module", {"fla.ops.utils.cache": settings}.__getitem__)
     scans.use_measured_forms()
-    assert os.environ.get("FLA_CACHE_MODE") == mode
+    assert os.environ.get("FLA_CACHE_MODE") == settings.FLA_CACHE_MODE == mode
     folder = os.environ.get("FLA_CONFIG_DIR")
     assert (folder is not None) == (mode == "strict")
     for path in Path(folder).glob("*.json") if folder else ():
-        read = json.loads(path.read_text(encoding="utf-8"))
-        assert read["kernel_name"] == path.stem
-        assert all(entry["config"]["num_warps"] for entry in read["autotune_entries"].values())
+        forms = json.loads(path.read_text(encoding="utf-8"))
+        assert forms["kernel_name"] == path.stem
+        assert all(entry["config"]["num_warps"] for entry in forms["autotune_entries"].values())
 
 
 def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:

@@ -17,10 +17,14 @@ from torch import Tensor
 
 from rlhf_kernels.paths import Links, Segment, links_of
 
-ROWS, CHANNELS = 16, 128
+ROWS, CHANNELS = 32, 128
 """Tokens and channels that a program computes at once."""
+TILE = 8
+"""Tokens that a program of the weight's gradient computes at once: it keeps sums for each."""
 PROGRAMS = 64
 """Partial sums over tokens of the weight's gradient."""
+WIDEST = 4
+"""The largest width."""
 SILU = ("silu", "swish")
 
 
@@ -33,9 +37,11 @@ def convolve(
 ) -> Tensor:
     """Return the convolution of `hidden_states` [1, C, T] with `weight` [C, width] and `bias` [C]
     along the paths that `links` describe, or of one path. Raises ValueError for an activation other
-    than SiLU."""
+    than SiLU and a width above 4."""
     if activation not in (None, *SILU):
         raise ValueError(f"no kernel has the activation {activation}")
+    if weight.shape[1] > WIDEST:
+        raise ValueError(f"no kernel has the width {weight.shape[1]}")
     rows = hidden_states[0].mT
     if links is None:
         segments = [Segment(range(len(rows)), None)]
@@ -69,13 +75,13 @@ class PathConvolution(torch.autograd.Function):
         rows, weight, bias = ctx.saved_tensors
         links, (channels, width) = ctx.links, weight.shape
         tokens, blocks = len(rows), triton.cdiv(channels, CHANNELS)
-        programs = min(PROGRAMS, triton.cdiv(tokens, ROWS))
+        programs = min(PROGRAMS, triton.cdiv(tokens, TILE))
         change = torch.empty_like(rows, memory_format=torch.contiguous_format)
         parts = rows.new_empty(programs, width + 1, channels, dtype=torch.float32)
         _backward[programs, blocks](
             rows, weight, bias, links.before, gradient.contiguous(), change, parts,
             tokens, channels, rows.stride(0), programs, WIDTH=width, BIAS=bias is not None,
-            SILU=ctx.silu, ROWS=ROWS, BLOCK=CHANNELS, SLOTS=triton.next_power_of_2(width + 1),
+            SILU=ctx.silu, ROWS=TILE, BLOCK=CHANNELS,
         )  # fmt: skip
         for_rows = torch.empty_like(change)
         _scatter[triton.cdiv(tokens, ROWS), blocks](
@@ -87,37 +93,33 @@ class PathConvolution(torch.autograd.Function):
 
 
 @triton.jit
-def _sums(
-    hidden, weight, bias, before, row, column, tokens, channels, stride, WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
-    """Return z [ROWS, BLOCK]."""
-    inside = (row < tokens)[:, None] & (column < channels)[None, :]
-    own = hidden + row.to(tl.int64)[:, None] * stride + column[None, :]
-    sums = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    sums = sums * _factor(weight, column, channels, 0, WIDTH)
-    for step in tl.static_range(1, WIDTH):
-        x = _earlier(hidden, before, row, column, tokens, channels, stride, step)
-        sums += x * _factor(weight, column, channels, step, WIDTH)
-    if BIAS:
-        sums += tl.load(bias + column, mask=column < channels, other=0.0).to(tl.float32)[None, :]
-    return sums
-
-
-@triton.jit
 def _factor(weight, column, channels, step, WIDTH: tl.constexpr):
-    """Return the weights of the tokens `step` steps before [1, BLOCK]."""
+    """Return the weights of the tokens `step` steps before [1, BLOCK]; 0 from the width on."""
     place = weight + column * WIDTH + WIDTH - 1 - step
-    return tl.load(place, mask=column < channels, other=0.0).to(tl.float32)[None, :]
+    inside = (column < channels) & (step < WIDTH)
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _earlier(hidden, before, row, column, tokens, channels, stride, step):
-    """Return x of the tokens `step` steps before [ROWS, BLOCK]."""
-    place = tl.load(before + (step - 1) * tokens + row, mask=row < tokens, other=-1)
+def _earlier(
+    hidden, before, row, column, tokens, channels, stride, step: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Return x of the tokens `step` steps before [ROWS, BLOCK]; 0 from the width on."""
+    if step == 0:
+        place = tl.where(row < tokens, row, -1)
+    else:
+        there = (row < tokens) & (step < WIDTH)
+        place = tl.load(before + (step - 1) * tokens + row, mask=there, other=-1)
     inside = (place >= 0)[:, None] & (column < channels)[None, :]
     place = hidden + place.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _bias(bias, column, channels, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    if BIAS:
+        return tl.load(bias + column, mask=column < channels, other=0.0).to(tl.float32)[None, :]
+    return tl.zeros((1, BLOCK), tl.float32)
 
 
 @triton.jit
@@ -127,7 +129,10 @@ def _forward(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sums = _sums(hidden, weight, bias, before, row, column, tokens, channels, stride, WIDTH, BIAS)
+    sums = _bias(bias, column, channels, BIAS, BLOCK)
+    for step in tl.static_range(WIDTH):
+        x = _earlier(hidden, before, row, column, tokens, channels, stride, step, WIDTH)
+        sums = sums + x * _factor(weight, column, channels, step, WIDTH)
     if SILU:
         sums = sums * tl.sigmoid(sums)
     inside = (row < tokens)[:, None] & (column < channels)[None, :]
@@ -139,34 +144,48 @@ def _forward(
 def _backward(
     hidden, weight, bias, before, gradient, change, parts, tokens, channels, stride, programs,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write h, and for the gradients of the weight's columns and of the bias the sums over this
     program's tokens."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.arange(0, SLOTS)[:, None]
-    of_weight = tl.zeros((SLOTS, BLOCK), tl.float32)
+    w0 = _factor(weight, column, channels, 0, WIDTH)
+    w1 = _factor(weight, column, channels, 1, WIDTH)
+    w2 = _factor(weight, column, channels, 2, WIDTH)
+    w3 = _factor(weight, column, channels, 3, WIDTH)
+    b = _bias(bias, column, channels, BIAS, BLOCK)
+    # Each place keeps a sum of its own, and they are added up once.
+    for_b = tl.zeros((ROWS, BLOCK), tl.float32)
+    for_w0 = tl.zeros((ROWS, BLOCK), tl.float32)
+    for_w1 = tl.zeros((ROWS, BLOCK), tl.float32)
+    for_w2 = tl.zeros((ROWS, BLOCK), tl.float32)
+    for_w3 = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), programs):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < tokens)[:, None] & (column < channels)[None, :]
         place = row.to(tl.int64)[:, None] * channels + column[None, :]
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+        x0 = _earlier(hidden, before, row, column, tokens, channels, stride, 0, WIDTH)
+        x1 = _earlier(hidden, before, row, column, tokens, channels, stride, 1, WIDTH)
+        x2 = _earlier(hidden, before, row, column, tokens, channels, stride, 2, WIDTH)
+        x3 = _earlier(hidden, before, row, column, tokens, channels, stride, 3, WIDTH)
         if SILU:
-            sums = _sums(
-                hidden, weight, bias, before, row, column, tokens, channels, stride, WIDTH, BIAS
-            )
+            sums = b + x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
             share = tl.sigmoid(sums)
             g = g * share * (1 + sums * (1 - share))
         tl.store(change + place, g.to(change.dtype.element_ty), mask=inside)
-        own = hidden + row.to(tl.int64)[:, None] * stride + column[None, :]
-        x = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-        of_weight += tl.where(slot == WIDTH - 1, tl.sum(g * x, 0)[None, :], 0.0)
-        for step in tl.static_range(1, WIDTH):
-            x = _earlier(hidden, before, row, column, tokens, channels, stride, step)
-            of_weight += tl.where(slot == WIDTH - 1 - step, tl.sum(g * x, 0)[None, :], 0.0)
-        of_weight += tl.where(slot == WIDTH, tl.sum(g, 0)[None, :], 0.0)
-    place = parts + (tl.program_id(0) * (WIDTH + 1) + slot) * channels + column[None, :]
-    tl.store(place, of_weight, mask=(slot <= WIDTH) & (column < channels)[None, :])
+        for_b += g
+        for_w0 += g * x0
+        for_w1 += g * x1
+        for_w2 += g * x2
+        for_w3 += g * x3
+    place = parts + tl.program_id(0) * (WIDTH + 1) * channels + column
+    real = column < channels
+    tl.store(place + (WIDTH - 1) * channels, tl.sum(for_w0, 0), mask=real)
+    tl.store(place + (WIDTH - 2) * channels, tl.sum(for_w1, 0), mask=real & (WIDTH > 1))
+    tl.store(place + (WIDTH - 3) * channels, tl.sum(for_w2, 0), mask=real & (WIDTH > 2))
+    tl.store(place + (WIDTH - 4) * channels, tl.sum(for_w3, 0), mask=real & (WIDTH > 3))
+    tl.store(place + WIDTH * channels, tl.sum(for_b, 0), mask=real)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -93,11 +94,16 @@ def use_measured_forms() -> None:
     """Have flash-linear-attention take the forms of its kernels that were the fastest on a device
     of this kind, unless its variables are set. Else it times all of them at their first use, for
     minutes, and devices of one kind may differ in what they find and so in how they round."""
-    if torch.cuda.is_available() and not FORMS.keys() & os.environ.keys():
-        major, minor = torch.cuda.get_device_capability()
-        folder = MEASURED / f"sm{major}{minor}"
-        if folder.is_dir():
-            os.environ |= {name: value.format(folder) for name, value in FORMS.items()}
+    if not torch.cuda.is_available() or FORMS.keys() & os.environ.keys():
+        return
+    major, minor = torch.cuda.get_device_capability()
+    folder = MEASURED / f"sm{major}{minor}"
+    if folder.is_dir():
+        os.environ |= {name: value.format(folder) for name, value in FORMS.items()}
+        with suppress(ImportError, AttributeError):  # Another version may have no forms in files.
+            settings: Any = import_module("fla.ops.utils.cache")
+            # transformers may have imported it before, when it reads the first variable.
+            settings.FLA_CACHE_MODE = settings.FlaCacheMode.from_env()
 
 
 class Scans:

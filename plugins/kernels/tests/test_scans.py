@@ -22,7 +22,8 @@ from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, gradients, tree_batch
 from rlhf_kernels import recurrent, scans
-from rlhf_kernels.scans import INITIAL, LIBRARIES, Scans
+from rlhf_kernels.mamba import by_linear_attention
+from rlhf_kernels.scans import INITIAL, LIBRARIES, Scans, rehearsed_attention
 
 NAMES = ("Qwen3.5", "Kimi Linear", "Bamba")
 Function = Callable[..., Any]
@@ -275,3 +276,30 @@ def test_a_rehearsal_keeps_what_a_library_keeps(
         found.sum().backward()
         kept.append(sum(sizes))
     assert kept[0] < 0.8 * kept[1]
+
+
+def test_a_rehearsal_of_mamba_keeps_what_its_scan_keeps() -> None:
+    """Not the queries and keys of all heads, which backward computes again."""
+    kept = []
+    for device, run in (("cpu", partial(linear_attention, [])), ("meta", rehearsed_attention)):
+        shapes = ((1, 9, 4, 8), (1, 9, 4), (4,), (1, 9, 1, 16), (1, 9, 1, 16), (2, 4, 8, 16), (4,))
+        *given, states, skipped = (
+            torch.ones(shape, device=device, requires_grad=True) for shape in shapes
+        )
+        sizes: list[torch.Size] = []
+
+        def pack(tensor: Tensor, sizes: list[torch.Size] = sizes) -> Tensor:
+            sizes.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output, final = by_linear_attention(
+                run, *given, 64, D=skipped, initial_states=states, dt_softplus=True,
+                cu_seqlens=torch.tensor([0, 4, 9]),
+            )  # fmt: skip
+        assert (output.shape, final.shape) == (given[0].shape, states.shape)
+        (output.sum() + final.sum()).backward()
+        assert all(one.grad.shape == one.shape for one in (*given, states, skipped))
+        kept.append(sizes)
+    assert kept[0] == kept[1]
+    assert torch.Size((1, 9, 4, 16)) not in kept[0]

@@ -70,9 +70,7 @@ LIBRARIES = {
         "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", kept=CHUNK
     ),
     "chunk_kimi_delta_attention": fla("fla.ops.kda", "chunk_kda", kept=2 * CHUNK),
-    "mamba2_chunk_scan": fla(
-        "fla.ops.simple_gla", "chunk_simple_gla", kept=2, form=by_linear_attention
-    ),
+    "mamba2_chunk_scan": fla("fla.ops.simple_gla", "chunk_simple_gla", form=by_linear_attention),
 }  # fmt: skip
 
 
@@ -127,6 +125,8 @@ class Scans:
         on_gpu = torch.cuda.is_available()
         if on_gpu and self.problem(library, own, args, kwargs, torch.device("cuda")):
             return None
+        if library.form:
+            return partial(library.form, rehearsed_attention)
         stand_in = rehearsed_convolution if library.what == "convolutions" else rehearsed
         return partial(stand_in, own, library.kept)
 
@@ -297,6 +297,26 @@ def rehearsed_convolution(
     """Run a library's convolution on the meta device."""
     output: Tensor = MetaConvolution.apply(states, weight)
     return output
+
+
+def rehearsed_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    g: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Run gated linear attention on the meta device."""
+    shape = len(cu_seqlens) - 1, *values.shape[2:], keys.shape[-1]
+    state = values.new_empty(shape, dtype=torch.float32)
+    inputs = [queries, keys, values, g, *([] if initial_state is None else [initial_state])]
+    found: tuple[Tensor, Tensor] = MetaScan.apply(
+        torch.empty_like(values), state, 0, CHUNK, *inputs
+    )
+    return found
 
 
 def rehearsed(

@@ -168,8 +168,14 @@ class OnPolicyTrainer(Trainer):
     @property
     def due(self) -> bool:
         """Whether the answers are compared even if only that takes a forward: in rollouts 1, 2, 4,
-        8 and so on, with a lag only in the first."""
-        return self.rollouts == 1 or not (self.lags or self.rollouts & (self.rollouts - 1))
+        8 and so on, with a lag or in a replay only in the first."""
+        power_of_two = not self.rollouts & (self.rollouts - 1)
+        return self.rollouts == 1 or (power_of_two and not self.stale)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the policy may have learned other things than the one that writes its answers."""
+        return self.lags or self.run.config.rollouts.replay is not None
 
     @property
     def lags(self) -> bool:
@@ -180,8 +186,7 @@ class OnPolicyTrainer(Trainer):
         """Compare the log-probabilities of the answers in sampling with `trained`, those of the
         trainer for each answer of each group before step `step` (from 0), and note the difference
         in the first rollout. Raises RLHFError above `agreement` of the settings."""
-        if self.rollouts > 1 and (self.lags or self.run.config.rollouts.replay is not None):
-            # The policy may have learned other things than the one that wrote these answers.
+        if self.rollouts > 1 and self.stale:
             return
         drawn = [sample.logprobs for group in judged.groups for sample in group]
         known = [answer for group in trained for answer in group]

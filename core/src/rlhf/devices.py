@@ -34,13 +34,13 @@ class Deferred:
         return self._host.tolist()
 
 
-def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Return numbers, or rows of them, as a tensor on `device`, without waiting for the device as
-    `torch.tensor(..., device=...)` does."""
-    host = torch.tensor(values)
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+def on_device(values: Tensor | Sequence[Any], device: torch.device | str) -> Tensor:
+    """Return a tensor, or numbers or rows of them, on `device`, without waiting for the device as
+    `torch.tensor(..., device=...)` and copies of pageable memory do."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values)
+    if torch.device(device).type not in ("cpu", "meta", host.device.type):
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 PIECE = 2**24

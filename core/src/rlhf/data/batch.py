@@ -10,6 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
+from rlhf.devices import on_device
 
 TOKEN_INPUTS = ("mm_token_type_ids", "token_type_ids", "position_ids")
 """Keyword arguments of transformers' models that describe tokens."""
@@ -84,9 +85,15 @@ class PackedBatch:
         """Number of answers A."""
         return sum(len(answers) for _, answers in self.spans)
 
-    def to(self, device: torch.device) -> "PackedBatch":
-        """Return a copy with every tensor on `device`; the host does not wait for it."""
-        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """Return a copy with every tensor on `device`; the host does not wait for it. Inputs that
+        models read, such as the sizes of images, have their values on the host as `host`."""
+        batch = map_tensors(self, lambda tensor: on_device(tensor, device))
+        for name in self.inputs.keys() - {*TOKEN_INPUTS}:
+            if not self.inputs[name].is_floating_point():
+                batch.inputs[name] = batch.inputs[name].detach()
+                batch.inputs[name].host = self.inputs[name]
+        return batch
 
 
 def map_tensors(batch: PackedBatch, change: Callable[[Any], Any]) -> PackedBatch:

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf.data.batch import TOKEN_INPUTS, PackedBatch
 from rlhf.data.layout import groups_by_length
 from rlhf.data.packing import blank_batch
+from rlhf.devices import on_device
 
 
 def branches_of(batch: PackedBatch) -> list[list[int]]:
@@ -56,7 +57,7 @@ def inputs_at(
         ends = [0, *accumulate(batch.input_rows[name])]
         parts = [range(ends[part], ends[part + 1]) for branch in segments for part in branch]
         rows = [row for part in parts for row in part]
-        inputs[name] = value[torch.tensor(rows, dtype=torch.long, device=value.device)]
+        inputs[name] = value[on_device(torch.tensor(rows, dtype=torch.long), value.device)]
     return inputs
 
 
@@ -66,7 +67,7 @@ def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
     branches = branches_of(batch)
     lengths = [len(branch) for branch in branches]
     flat = [place for branch in branches for place in branch]
-    places = torch.tensor(flat, device=batch.tokens.device)
+    places = on_device(flat, batch.tokens.device)
     of_examples = lengths[:-1] if batch.blank else lengths
     row = blank_batch(batch.tokens[places], tuple((length, ()) for length in of_examples))
     if batch.inputs:
@@ -132,9 +133,9 @@ def padded_rows(batch: PackedBatch, *, most: int) -> tuple[list[Rows], Tensor]:
         rows = [branches[number] for number in (*group, *copies)]
         longest = max(map(len, rows))
         fill = [[padding] if batch.inputs else row[:1] for row in rows]
-        places = torch.tensor(
+        places = on_device(
             [row + own * (longest - len(row)) for row, own in zip(rows, fill, strict=True)],
-            device=batch.tokens.device,
+            batch.tokens.device,
         )
         own = [segments[number] for number in (*group, *copies)] if batch.inputs else []
         groups.append(Rows(batch.tokens[places], inputs_at(batch, places, own)))
@@ -155,4 +156,4 @@ def way_back(batch: PackedBatch, branches: Iterable[list[int]], widths: Iterable
     for branch, start in zip(branches, accumulate(widths, initial=0), strict=False):
         for index, place in enumerate(branch, start):
             back[place] = index
-    return torch.tensor(back, device=batch.tokens.device)
+    return on_device(back, batch.tokens.device)

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rlhf_demo
 from rlhf.commands.main import main
 from rlhf.config.sections import Config
+from rlhf.contract import checks
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.engine import Mesh, StepOutcome
@@ -38,7 +39,7 @@ from rlhf.train import rank as rank_run
 from rlhf.train import samples
 from rlhf.train.context import RunContext
 from rlhf.train.dataset import prepare_data
-from rlhf.train.loop import Stepper
+from rlhf.train.loop import Stepper, sum_gradients
 from rlhf.train.rank import process_group, run_rank
 from rlhf.train.rollout import Block
 from rlhf.train.session import Session
@@ -48,6 +49,7 @@ from rlhf_backend_torch import TorchEngine
 from rlhf_devkit import scratch
 from rlhf_devkit.curves import Metrics
 from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.waits import Wait, Waits
 
 AMPLE_TOKENS = 1 << 20
 """A `batch.tokens` that holds any step of the tests."""
@@ -194,6 +196,22 @@ def first_steps(
     return _steps(session, num_steps, one_by_one=one_by_one)
 
 
+def waits_of_step(trainer: str, words: Sequence[str], cache: str) -> tuple[int, list[Wait]]:
+    """Return how many micro-batches the second step of a run has in plain torch, and where the host
+    would wait for an accelerator from packing them to the last backward pass."""
+    _, session, _ = in_plain_torch(trainer, words, cache)
+    _steps(session, 1)
+    moment = checks.Moment("step 2", session.train_order.examples)
+    with Waits() as waits:
+        if session.rollouts is not None:
+            plan, packed = session.rollouts.step(1)
+        else:
+            plan, packed = _batches(session.train_order, session.train_order.step(1))
+        batches, totals = session.survey.batches(plan, packed, session.engine.device, moment)
+        sum_gradients(session, batches, totals, moment, session.trained.keys())
+    return len(batches), waits.found
+
+
 def rollouts(
     trainer: str, words: Sequence[str], cache: str, *, num_steps: int
 ) -> tuple[int, list[Sample]]:
@@ -278,7 +296,7 @@ def _moment(session: Session, stepper: Stepper, number: int, *, one_by_one: bool
 
 
 def _batches(
-    order: RunOrder, plan: StepPlan, *, one_by_one: bool
+    order: RunOrder, plan: StepPlan, *, one_by_one: bool = False
 ) -> tuple[StepPlan, list[PackedBatch]]:
     if one_by_one:
         each = [np.array([row]) for row in plan.rows]

@@ -15,6 +15,7 @@ from rlhf.plugin import ModelConfig
 from rlhf_kernels import compiler, layers, recurrent
 from rlhf_kernels.attention import Attention, AttentionRow
 from rlhf_kernels.diagnosis import findings
+from rlhf_kernels.images import read_without_waits
 from rlhf_kernels.lora import fuse_adapters
 from rlhf_kernels.recurrent import Segments
 from rlhf_kernels.scans import Scans
@@ -36,7 +37,10 @@ class TritonKernels:
     def change(
         self, decoder: Any, model: ModelConfig, device: torch.device, towers: Sequence[nn.Module]
     ) -> str:
-        """Fuse layers in place, and have gated ones recompute their products."""
+        """Fuse layers in place, have gated ones recompute their products, and have images read
+        without waits."""
+        if towers:
+            read_without_waits([*towers, decoder])
         if towers and model.kernels != "none" and fused_on(device.type):
             fuse_tower(towers)
         return layers.change_layers(decoder, model, device)

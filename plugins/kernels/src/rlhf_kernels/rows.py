@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from rlhf.engine import on_device
 from rlhf.kernels import Spans, Tree
 
 LONG = {"flash": 2048, "cudnn": 6144}
@@ -104,6 +105,4 @@ def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
         indices = [torch.cat(answers), torch.cat(prompts)]
     ends = [torch.tensor(list(accumulate(part, initial=0)), dtype=torch.int32) for part in lengths]
     most = torch.tensor([max(FEWEST, *part) for part in lengths])
-    # Blocking copies would wait for the device.
-    tensors = (ends[0], *indices, *ends[1:])
-    return [*(tensor.to(device, non_blocking=True) for tensor in tensors), most]
+    return [*(on_device(tensor, device) for tensor in (ends[0], *indices, *ends[1:])), most]

@@ -81,10 +81,23 @@ def library(module: PackedModel, function: str, sizes: list[int]) -> Function:
         return partial(linear_attention, sizes)
     own = own_of(module, function)
 
-    def run(*args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
+    def run(
+        *args: Any,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         sizes.append(args[0].shape[:2].numel())
         if cu_seqlens is None:
             return own(*args, **kwargs)
+        if chunk_indices is not None:
+            # As flash-linear-attention computes them.
+            lengths = cu_seqlens.diff().tolist()
+            assert chunk_indices.tolist() == [
+                [number, chunk]
+                for number, length in enumerate(lengths)
+                for chunk in range(-(-length // 64))
+            ]
         [initial] = INITIAL.values() & kwargs.keys()
         states, found = kwargs.pop(initial), []
         for number, ends in enumerate(pairwise(cu_seqlens.tolist())):

@@ -8,12 +8,14 @@ compute trees, by the original functions or a library's scan, else they are the 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -40,13 +42,14 @@ class Group(NamedTuple):
     prompts in the states of the groups before; None if they start paths.
 
     Those of similar lengths are `places` [S, L], indices in the row, the number of its tokens for
-    padding. Without padding all `tokens` lie end to end, each segment from one of `offsets`
-    [S + 1] to the next.
+    padding. Without padding all `tokens` lie end to end, and `ends` say where.
     """
 
     parents: Tensor | None
     places: Tensor | None = None
-    offsets: Tensor | None = None
+    ends: Mapping[str, Tensor] = MappingProxyType({})
+    """As flash-linear-attention takes them: each segment reaches from one of `cu_seqlens` [S + 1]
+    to the next, and `chunk_indices` [N, 2] are the segment of each chunk and its number in it."""
     tokens: int = 0
 
 
@@ -146,9 +149,9 @@ class Segments:
             for numbers in filter(None, (starts, follow)):
                 parts = [self.segments[number].tokens for number in numbers]
                 order += [np.arange(part.start, part.stop) for part in parts]
-                ends = [0, *accumulate(map(len, parts))]
+                ends = {name: self._tensor(values) for name, values in ends_of(parts).items()}
                 parents = self._parents(numbers, rows)
-                groups.append(Group(parents, offsets=self._tensor(ends), tokens=ends[-1]))
+                groups.append(Group(parents, ends=ends, tokens=sum(map(len, parts))))
             orders = None
             if len(groups) > 1:
                 places = np.concatenate(order)
@@ -166,6 +169,17 @@ class Segments:
         if self.device.type == "meta":
             return torch.tensor(values, device=self.device)
         return on_device(values, self.device)
+
+
+def ends_of(parts: Sequence[range]) -> dict[str, NDArray[np.int64]]:
+    """Return the `ends` of a group of segments. Else the library would compute the chunks from
+    `cu_seqlens`, for which the host would wait."""
+    lengths = np.array([len(part) for part in parts])
+    counts = -(-lengths // CHUNK)
+    segment = np.repeat(np.arange(len(parts)), counts)
+    within = np.arange(len(segment)) - (counts.cumsum() - counts)[segment]
+    offsets = np.concatenate(([0], lengths.cumsum()))
+    return {"cu_seqlens": offsets, "chunk_indices": np.stack((segment, within), 1)}
 
 
 def segments_of(tree: Tree) -> Iterator[Segment]:
@@ -298,9 +312,8 @@ def tree_scan(
         named = dict(zip(kwargs, values[len(args) :], strict=True))
         parents = group.parents
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
-        if group.offsets is not None:
-            named["cu_seqlens"] = group.offsets
-        output, state = (run or own)(*values[: len(args)], **named | {final: True})
+        named |= {**group.ends, final: True}
+        output, state = (run or own)(*values[: len(args)], **named)
         outputs.append(output.flatten(0, 1))
         if group.parents is None:
             states.append(state)

@@ -291,6 +291,37 @@ def test_a_rehearsal_keeps_what_a_library_keeps(
     assert kept[0] < 0.8 * kept[1]
 
 
+@pytest.mark.parametrize("starts", [False, True], ids=["from zeros", "from states"])
+@pytest.mark.parametrize("follows", [False, True], ids=["last", "state read"])
+def test_mamba_by_linear_attention_gives_what_torch_gives(starts: bool, follows: bool) -> None:
+    own = own_of(module_of("Bamba"), "chunk_simple_gla")
+    torch.manual_seed(0)
+    shapes = (
+        (1, 9, 4, 8),
+        (1, 9, 4),
+        (4,),
+        (1, 9, 2, 16),
+        (1, 9, 2, 16),
+        (4,),
+        (4,),
+        (1, 4, 8, 16),
+    )
+    inputs = [torch.randn(shape) for shape in shapes]
+    inputs[2] = -inputs[2].abs()
+    found = []
+    for run in (own, partial(by_linear_attention, partial(linear_attention, []))):
+        *given, skipped, bias, state = leaves = [one.clone().requires_grad_() for one in inputs]
+        output, final = run(
+            *given, 64, D=skipped, dt_bias=bias, initial_states=state if starts else None,
+            dt_softplus=True, dt_limit=(0.1, 0.9), return_final_states=True,
+        )  # fmt: skip
+        weights = torch.arange(output.numel()).view_as(output) / 100
+        total = (output * weights).sum() + (final.square().sum() if follows else 0.0)
+        total.backward()
+        found.append([output, final, *(one.grad for one in leaves)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_rehearsal_of_mamba_keeps_what_its_scan_keeps() -> None:
     """Not the queries and keys of all heads, which backward computes again."""
     kept = []

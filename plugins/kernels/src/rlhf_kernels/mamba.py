@@ -67,17 +67,20 @@ class OfGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, *given: Any) -> tuple[Tensor, Tensor]:
         ctx.run = run
+        ctx.set_materialize_grads(False)  # Of the states, where no answer follows.
         ctx.save_for_backward(*given)
         return attend(run, *given)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, cu_seqlens = ctx.saved_tensors
         leaves: Any = [None if one is None else one.detach().requires_grad_() for one in given]
         with torch.enable_grad():
             results = attend(ctx.run, *(*leaves, cu_seqlens))
+        used = [pair for pair in zip(results, gradients, strict=True) if pair[1] is not None]
+        outputs, weights = zip(*used, strict=True)
         present = [one for one in leaves if one is not None]
-        found = iter(torch.autograd.grad(results, present, gradients))
+        found = iter(torch.autograd.grad(outputs, present, weights))
         return None, *(None if one is None else next(found) for one in leaves), None
 
 

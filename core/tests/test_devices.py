@@ -44,5 +44,7 @@ def test_what_models_read_of_a_batch_is_on_the_host_too() -> None:
     moved = batch.to(torch.device("meta"))
     assert all(value.is_meta for value in moved.inputs.values())
     assert moved.inputs["image_grid_thw"].host is batch.inputs["image_grid_thw"]
+    again = moved.to(torch.device("meta"))
+    assert again.inputs["image_grid_thw"].host is batch.inputs["image_grid_thw"]
     assert not any(hasattr(moved.inputs[name], "host") for name in inputs if name[0] != "i")
     assert not hasattr(batch.to(torch.device("cpu")).inputs["image_grid_thw"].host, "host")

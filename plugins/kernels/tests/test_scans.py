@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from rlhf.data.packing import blank_batch
 from rlhf.model.accelerated import installed_kernels
 from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
@@ -99,7 +100,7 @@ def library(module: PackedModel, function: str, sizes: list[int]) -> Function:
                 for chunk in range(-(-length // 64))
             ]
         [initial] = INITIAL.values() & kwargs.keys()
-        states, found = kwargs.pop(initial), []
+        first, found = kwargs.pop(initial), []
         for number, ends in enumerate(pairwise(cu_seqlens.tolist())):
             cut = slice(*ends)
             found.append(
@@ -109,10 +110,11 @@ def library(module: PackedModel, function: str, sizes: list[int]) -> Function:
                         name: one[:, cut] if isinstance(one, Tensor) else one
                         for name, one in kwargs.items()
                     },
-                    **{initial: None if states is None else states[number, None]},
+                    **{initial: None if first is None else first[number, None]},
                 )
             )
-        return torch.cat([one for one, _ in found], 1), torch.cat([one for _, one in found])
+        outputs, states = zip(*found, strict=True)
+        return torch.cat(outputs, 1), None if states[0] is None else torch.cat(states)
 
     return run
 
@@ -128,9 +130,10 @@ def linear_attention(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     **options: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention by its recurrence; states are [S, H, P, N]."""
-    assert options == {"output_final_state": True, "state_v_first": True}
+    assert options.keys() == {"output_final_state", "state_v_first"}
+    assert options["state_v_first"]
     assert queries.shape == keys.shape
     sizes.append(values.shape[1])
     ends = [0, values.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
@@ -144,7 +147,8 @@ def linear_attention(
             state = g[0, token, :, None, None].exp() * state + added
             outputs.append(scale * (state @ queries[0, token, :, :, None]).squeeze(-1))
         states.append(state)
-    return torch.stack(outputs)[None], torch.stack(states)
+    output = torch.stack(outputs)[None]
+    return output, torch.stack(states) if options["output_final_state"] else None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,6 +166,32 @@ def test_a_library_computes_trees_as_torch_does(name: str, use: Any) -> None:
     if name != "Bamba":  # Its backward computes the scan again.
         # The last two calls are of the trees: those that start a path, and the answers.
         assert sum(sizes[-2:]) == len(tree_batch().tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_asked_of_a_library_only_where_answers_begin(name: str, use: Any) -> None:
+    module = module_of(name).eval()
+    asked: list[bool] = []
+
+    def noted(run: Function) -> Function:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            asked.append(kwargs["output_final_state"])
+            return run(*args, **kwargs)
+
+        return read
+
+    def made(function: str) -> Function:
+        found = library(module, function, [])
+        return found if function == "convolve" else noted(found)
+
+    use(made)
+    tokens = torch.arange(3, 13)
+    for spans, expected in ((((4, (3, 3)),), [True, False]), (((6, (4,)),), [False])):
+        with torch.no_grad():
+            module.hidden(blank_batch(tokens, spans))
+            asked.clear()
+            module.hidden(blank_batch(tokens, spans))
+        assert asked[: len(expected)] == expected
 
 
 def scaled(own: Function) -> Function:
@@ -339,7 +369,7 @@ def test_a_rehearsal_of_mamba_keeps_what_its_scan_keeps() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output, final = by_linear_attention(
                 run, *given, 64, D=skipped, initial_states=states, dt_softplus=True,
-                cu_seqlens=torch.tensor([0, 4, 9]),
+                return_final_states=True, cu_seqlens=torch.tensor([0, 4, 9]),
             )  # fmt: skip
         assert (output.shape, final.shape) == (given[0].shape, states.shape)
         (output.sum() + final.sum()).backward()

@@ -92,7 +92,7 @@ class PackedBatch:
         for name in self.inputs.keys() - {*TOKEN_INPUTS}:
             if not self.inputs[name].is_floating_point():
                 batch.inputs[name] = batch.inputs[name].detach()
-                batch.inputs[name].host = self.inputs[name]
+                batch.inputs[name].host = getattr(self.inputs[name], "host", self.inputs[name])
         return batch
 
 

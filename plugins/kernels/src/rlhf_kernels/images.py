@@ -6,6 +6,7 @@ selects the tokens that stand for images by a mask, and the host waits for their
 number is that of the features, so their places are found on the device.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -43,7 +44,10 @@ def read_without_waits(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         methods = vars(module)
         if hasattr(module, PLACEHOLDERS) and PLACEHOLDERS not in methods:
-            methods[FEATURES] = partial(read_images, getattr(module, FEATURES))
+            own = getattr(module, FEATURES)
+            read: Any = partial(read_images, own)
+            read.__signature__ = inspect.signature(own)  # `generate` looks at it.
+            methods[FEATURES] = read
             config: Any = module.config
             methods[PLACEHOLDERS] = CheckedOnce(
                 getattr(module, PLACEHOLDERS), config.image_token_id
@@ -94,11 +98,12 @@ class Sizes(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist:
+        known = isinstance(args[0], cls)
+        if func is Tensor.tolist and known:
             return args[0].host.tolist()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
-        if func in (Tensor.prod, Tensor.__floordiv__):
+        if func in (Tensor.prod, Tensor.__floordiv__) and known:
             result = result.as_subclass(cls)
             result.host = func(args[0].host, *args[1:], **kwargs or {})
         return result

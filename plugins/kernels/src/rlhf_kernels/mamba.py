@@ -6,6 +6,7 @@ queries, B keys, d x values, and A d the logarithms of decays.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ def by_linear_attention(
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return the output [1, T, H, P] and the final states [S, H, P, N] of transformers'
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output [1, T, H, P] and the final states [S, H, P, N] or None of transformers'
     `mamba2_chunk_scan` for `hidden_states` [1, T, H, P], dt [1, T, H], A [H], B and C
     [1, T, G, N], by `run`, which is flash-linear-attention's `chunk_simple_gla`."""
     if dt_bias is not None:
@@ -38,6 +40,7 @@ def by_linear_attention(
         dt = softplus(dt)
     dt = dt.clamp(*dt_limit).float()
     values, decays = Scaled.apply(hidden_states, dt), A.float() * dt
+    run = partial(run, output_final_state=return_final_states)
     output, states = OfGroups.apply(run, C, B, values, decays, initial_states, cu_seqlens)
     if D is not None:
         output = output + D[:, None].to(output.dtype) * hidden_states
@@ -101,5 +104,5 @@ def attend(
     )
     return run(
         queries, keys, values, g=decays, scale=1.0, initial_state=initial_states,
-        output_final_state=True, state_v_first=True, cu_seqlens=cu_seqlens,
+        state_v_first=True, cu_seqlens=cu_seqlens,
     )  # fmt: skip

@@ -97,20 +97,22 @@ class MetaProduct(torch.autograd.Function):
 
 class MetaScan(torch.autograd.Function):
     """A scan by chunks: keeps its inputs, its output, and `kept` numbers for each token and head.
-    Backward computes the states at the ends of chunks again, beside their gradients."""
+    Backward computes the states of all chunks again, tensors like `chunks`, beside their
+    gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, state: Tensor, kept: int, chunk: int, *inputs: Tensor
+        ctx: Any, output: Tensor, state: Tensor, kept: int, chunks: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(output, output.new_empty(*output.shape[:3], kept), *inputs)
-        ctx.states = (-(-output.shape[0] * output.shape[1] // chunk), *state.shape[1:])
+        ctx.chunks = chunks.shape, chunks.dtype
         return output, state
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output, _, *inputs = ctx.saved_tensors
-        held = [output.new_empty(ctx.states) for _ in range(2)]
+        shape, dtype = ctx.chunks
+        held = [output.new_empty(shape, dtype=dtype) for _ in range(2)]
         changes = [torch.empty_like(tensor) for tensor in inputs]
         del held
         return None, None, None, None, *changes
@@ -127,4 +129,7 @@ class MetaConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         states, weight = ctx.saved_tensors
-        return torch.empty_like(states), torch.empty_like(weight)
+        # The real backward holds the gradient before the activation too.
+        held, change = torch.empty_like(states), torch.empty_like(states)
+        del held
+        return change, torch.empty_like(weight)

@@ -1,10 +1,14 @@
-"""The paths of a packed row's trees, as a short convolution reads them."""
+"""The paths of a packed row's trees, as short convolutions and scans read them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+CHUNK = 64
+"""Tokens that a scan computes at a time, in torch unless its argument `chunk_size` is smaller."""
 
 
 class Segment(NamedTuple):
@@ -55,3 +59,16 @@ def links_of(segments: Sequence[Segment], steps: int, as_tensor: Callable[[Any],
     later = (after * (steps + 1) + between + 1)[order]
     offsets = np.concatenate(([0], np.bincount(whose, minlength=len(token)).cumsum()))
     return Links(*(as_tensor(values.astype(np.int32)) for values in (before, later, offsets)))
+
+
+def ends_of(lengths: Sequence[int]) -> dict[str, NDArray[np.int64]]:
+    """Return where segments of these lengths end that lie end to end, as flash-linear-attention
+    takes it: each reaches from one of `cu_seqlens` [S + 1] to the next, and `chunk_indices` [N, 2]
+    are the segment of each chunk and its number in it, for which the host would wait if the library
+    computed them."""
+    tokens = np.array(lengths)
+    counts = -(-tokens // CHUNK)
+    segment = np.repeat(np.arange(len(tokens)), counts)
+    within = np.arange(len(segment)) - (counts.cumsum() - counts)[segment]
+    offsets = np.concatenate(([0], tokens.cumsum()))
+    return {"cu_seqlens": offsets, "chunk_indices": np.stack((segment, within), 1)}

@@ -8,20 +8,19 @@ compute trees, by the original functions or a library's scan, else they are the 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.engine import fused_on, on_device
 from rlhf.kernels import Tree
-from rlhf_kernels.paths import Links, Segment, links_of
+from rlhf_kernels.paths import CHUNK, Links, Segment, ends_of, links_of
 from rlhf_kernels.scans import Scans
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -33,8 +32,6 @@ SCANS = {
 """The scans, with their arguments for the initial states and for whether to return final ones."""
 FUSED = "mamba2_split_conv1d_scan_combined"
 """Convolution and scan of Mamba 2 in one kernel; None in place of its result runs the two."""
-CHUNK = 64
-"""Tokens that a scan in torch computes at a time, unless its argument `chunk_size` is smaller."""
 
 
 class Group(NamedTuple):
@@ -149,7 +146,10 @@ class Segments:
             for numbers in filter(None, (starts, follow)):
                 parts = [self.segments[number].tokens for number in numbers]
                 order += [np.arange(part.start, part.stop) for part in parts]
-                ends = {name: self._tensor(values) for name, values in ends_of(parts).items()}
+                ends = {
+                    name: self._tensor(values)
+                    for name, values in ends_of([*map(len, parts)]).items()
+                }
                 parents = self._parents(numbers, rows)
                 groups.append(Group(parents, ends=ends, tokens=sum(map(len, parts))))
             orders = None
@@ -169,17 +169,6 @@ class Segments:
         if self.device.type == "meta":
             return torch.tensor(values, device=self.device)
         return on_device(values, self.device)
-
-
-def ends_of(parts: Sequence[range]) -> dict[str, NDArray[np.int64]]:
-    """Return the `ends` of a group of segments. Else the library would compute the chunks from
-    `cu_seqlens`, for which the host would wait."""
-    lengths = np.array([len(part) for part in parts])
-    counts = -(-lengths // CHUNK)
-    segment = np.repeat(np.arange(len(parts)), counts)
-    within = np.arange(len(segment)) - (counts.cumsum() - counts)[segment]
-    offsets = np.concatenate(([0], lengths.cumsum()))
-    return {"cu_seqlens": offsets, "chunk_indices": np.stack((segment, within), 1)}
 
 
 def segments_of(tree: Tree) -> Iterator[Segment]:
@@ -308,14 +297,16 @@ def tree_scan(
     divided = zip(*map(parts, (*args, *kwargs.values())), strict=True)
     outputs: list[Tensor] = []
     states: list[Tensor] = []
+    # The library also returns states that nothing reads, if it is asked for them.
+    read = run is None or any(group.parents is not None for group in groups)
     for group, values in zip(groups, divided, strict=True):
         named = dict(zip(kwargs, values[len(args) :], strict=True))
         parents = group.parents
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
-        named |= {**group.ends, final: True}
+        named |= {**group.ends, final: read and (run is None or parents is None)}
         output, state = (run or own)(*values[: len(args)], **named)
         outputs.append(output.flatten(0, 1))
-        if group.parents is None:
+        if parents is None:
             states.append(state)
     output = torch.cat(outputs)
     if back is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,14 +23,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rlhf.errors import first_line
 from rlhf_kernels.mamba import by_linear_attention
 from rlhf_kernels.meta import MetaConvolution, MetaScan
+from rlhf_kernels.paths import CHUNK, ends_of
 
 AGREEMENT, AGREEMENT_FP32 = 2e-2, 2e-5
 """Largest accepted error, as a share of the norm: rounding to bf16 gives 5e-3. In fp32 the start-up
 probe accepts less than the rounding of TF32."""
-OFFSETS = (0, 100, 250)
-"""The two sequences that are compared, in a row of so many tokens."""
-CHUNK = 64
-"""Tokens that flash-linear-attention computes at a time."""
+LENGTHS = (100, 150)
+"""Of the two sequences that are compared, in one row."""
+OFFSETS = (0, *accumulate(LENGTHS))
 FORMS = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": "{}"}
 """The variables that tell flash-linear-attention where forms of its kernels are."""
 MEASURED = Path(__file__).with_name("forms")
@@ -92,7 +93,8 @@ def use_measured_forms() -> None:
     """Have flash-linear-attention take the forms of its kernels that were the fastest on a device
     of this kind, unless its variables are set. Else it times all of them at their first use, for
     minutes, and devices of one kind may differ in what they find and so in how they round."""
-    if not torch.cuda.is_available() or FORMS.keys() & os.environ.keys():
+    of_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    if not of_nvidia or FORMS.keys() & os.environ.keys():
         return
     major, minor = torch.cuda.get_device_capability()
     folder = MEASURED / f"sm{major}{minor}"
@@ -246,7 +248,8 @@ def convolved(run: Callable[..., Any], values: Values) -> tuple[Tensor]:
 def end_to_end(run: Callable[..., Any], values: Values) -> tuple[Tensor, Tensor]:
     """Return outputs and final states of both sequences by one call."""
     device = next(iter(values.values())).device
-    return call(run, {**values, "cu_seqlens": torch.tensor(OFFSETS, device=device)})
+    ends = {name: torch.tensor(one, device=device) for name, one in ends_of(LENGTHS).items()}
+    return call(run, {**values, **ends})
 
 
 def one_by_one(run: Callable[..., Any], values: Values) -> tuple[Tensor, Tensor]:
@@ -310,11 +313,13 @@ def rehearsed_attention(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run gated linear attention on the meta device."""
-    shape = len(cu_seqlens) - 1, *values.shape[2:], keys.shape[-1]
-    state = values.new_empty(shape, dtype=torch.float32)
+    number = len(cu_seqlens) - 1
+    state = values.new_empty((number, *values.shape[2:], keys.shape[-1]), dtype=torch.float32)
+    # At most one chunk of each segment is not full. Backward has their states in float32.
+    chunks = state.new_empty((values.shape[1] // CHUNK + number, *state.shape[1:]))
     inputs = [queries, keys, values, g, *([] if initial_state is None else [initial_state])]
     found: tuple[Tensor, Tensor] = MetaScan.apply(
-        torch.empty_like(values), state, 0, CHUNK, *inputs
+        torch.empty_like(values), state, 0, chunks, *inputs
     )
     return found
 
@@ -325,8 +330,7 @@ def rehearsed(
     """Run a library's scan on the meta device: `own` computes the first token of each row, which
     has the shapes of the results."""
     rows, length = args[0].shape[:2]
-    offsets = kwargs.pop("cu_seqlens", None)
-    num_states = rows if offsets is None else len(offsets) - 1
+    num_states, num_chunks = (len(kwargs.pop(name)) for name in ("cu_seqlens", "chunk_indices"))
 
     def first(value: Any) -> Any:
         of_row = isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == (rows, length)
@@ -335,12 +339,13 @@ def rehearsed(
     named = {
         name: None if name in INITIAL.values() else first(value) for name, value in kwargs.items()
     }
+    named |= {name: True for name in INITIAL if name in kwargs}
     with torch.no_grad():
         output, state = own(*map(first, args), **named)
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     found: tuple[Tensor, Tensor] = MetaScan.apply(
         output.new_empty(rows, length, *output.shape[2:]),
-        state.new_empty(num_states, *state.shape[1:]),
-        kept, kwargs.get("chunk_size", CHUNK), *inputs,
+        state.new_empty(num_states - 1, *state.shape[1:]),
+        kept, output.new_empty(num_chunks, *state.shape[1:]), *inputs,
     )  # fmt: skip
     return found

@@ -1,6 +1,10 @@
-"""Masks and batches for tests of kernels, and shards of weights."""
+"""Masks and batches for tests of kernels, shards of weights, and kernels compiled for a GPU."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,3 +51,15 @@ def whole(mask: TreeMask) -> Tensor:
     """Which tokens see which [T, T]."""
     row = torch.arange(len(mask.tree.owner), device=mask.tree.owner.device)
     return mask.visible(row[:, None], row[None, :])
+
+
+def compiled_for_a_gpu(name: str, *words: object, cache: Path) -> list[int]:
+    """Return the shared memory of each kernel that the script `compile_NAME.py WORDS` compiles for
+    a GPU that need not be here."""
+    environment = dict(os.environ) | {"TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)  # The interpreter accepts more than the compiler.
+    script = Path(__file__).with_name(f"compile_{name}.py")
+    command = [sys.executable, str(script), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [int(word) for word in done.stdout.split()]

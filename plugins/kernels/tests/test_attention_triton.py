@@ -1,15 +1,12 @@
 """The kernel of tree attention against a dense softmax, run by an interpreter without a device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_models import KINDS, batch_of, whole
+from kernel_models import KINDS, batch_of, compiled_for_a_gpu, whole
 from torch import Tensor
 
 from rlhf.kernels import Scoring, Tree, TreeMask
@@ -172,13 +169,6 @@ def test_tokens_that_only_round_a_row_up_see_only_themselves() -> None:
 def test_the_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
     capability: int, memory: int, width: int, precision: str, tmp_path: Path
 ) -> None:
-    script = Path(__file__).with_name("compile_attention.py")
-    words = [sys.executable, str(script), str(capability), str(memory), str(width), precision]
-    # Triton compiles only where it does not interpret.
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    needed = [int(line) for line in done.stdout.splitlines()]
+    needed = compiled_for_a_gpu("attention", capability, memory, width, precision, cache=tmp_path)
     assert len(needed) == 3
     assert max(needed) <= memory

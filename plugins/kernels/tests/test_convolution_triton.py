@@ -1,9 +1,6 @@
 """The Triton kernels of short convolutions along paths against torch's own, run by an interpreter
 on the host."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_models import compiled_for_a_gpu
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu
 
@@ -45,7 +43,7 @@ def segments() -> Segments:
 def by_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, row: Segments
 ) -> Tensor:
-    """The convolution [1, C, T] by torch, in float32, of the tokens of each path alone."""
+    """The convolution [1, C, T] by torch, in float32, of one path after another."""
     parts = []
     width = weight.shape[1]
     for tokens, parent in row.segments:
@@ -118,14 +116,7 @@ def test_a_gradient_whose_channels_do_not_lie_together_is_read(kernels: ModuleTy
 
 
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter accepts more than the compiler."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).with_name("compile_convolution.py")
-    words = [sys.executable, str(script), "90"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 6
+    assert len(compiled_for_a_gpu("convolution", 90, cache=tmp_path)) == 6
 
 
 @pytest.mark.parametrize(

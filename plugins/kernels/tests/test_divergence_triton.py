@@ -1,15 +1,13 @@
 """The kernel of a skewed KL divergence against torch's operators, run by an interpreter without a
 device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from kernel_models import compiled_for_a_gpu
 
 from rlhf.data.packing import blank_batch
 from rlhf.model import accelerated
@@ -144,14 +142,7 @@ def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_opera
     "names", [("jsd",), pytest.param(tuple(MEASURES), marks=pytest.mark.matrix)], ids=str
 )
 def test_the_kernel_compiles_for_a_gpu(names: tuple[str, ...], tmp_path: Path) -> None:
-    """The interpreter accepts more than the compiler."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).with_name("compile_divergence.py")
-    words = [sys.executable, str(script), "90", *names]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 2 * len(names)
+    assert len(compiled_for_a_gpu("divergence", 90, *names, cache=tmp_path)) == 2 * len(names)
 
 
 def test_without_gradient_the_logits_stay(kernel: ModuleType) -> None:

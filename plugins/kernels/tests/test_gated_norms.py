@@ -1,12 +1,9 @@
 """RMS norms with a gate: every one of transformers is recognised, and the Triton kernels, which the
-interpreter runs where there is no accelerator, are held against its own code and autograd."""
+interpreter runs where there is no accelerator, give what its own code and autograd give."""
 
 import importlib
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kernel_models import compiled_for_a_gpu
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import hardsigmoid, relu, silu
@@ -324,14 +322,7 @@ def test_a_product_in_fp8_keeps_one_byte_of_each_number_of_a_gated_norm() -> Non
 
 
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter accepts more than the compiler."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).with_name("compile_gated_norms.py")
-    words = [sys.executable, str(script), "90"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 2 * 4
+    assert len(compiled_for_a_gpu("gated_norms", 90, cache=tmp_path)) == 2 * 4
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

@@ -1,5 +1,6 @@
 """Scans of recurrent layers by a library, with stand-ins for the libraries on the CPU."""
 
+import hashlib
 import importlib
 import inspect
 import json
@@ -267,7 +268,7 @@ def test_a_library_is_compared_outside_of_a_recomputation(use: Any) -> None:
     ("capability", "given", "mode"),
     [((9, 0), {}, "strict"), ((8, 6), {}, None), ((9, 0), {"FLA_CACHE_MODE": "full"}, "full")],
 )
-def test_the_forms_of_kernels_are_those_measured_on_such_a_device(
+def test_configurations_are_those_that_were_the_fastest_on_such_a_device(
     capability: tuple[int, int], given: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -277,14 +278,18 @@ def test_the_forms_of_kernels_are_those_measured_on_such_a_device(
     read = SimpleNamespace(from_env=lambda: os.environ["FLA_CACHE_MODE"])
     settings: Any = SimpleNamespace(FlaCacheMode=read, FLA_CACHE_MODE=given.get("FLA_CACHE_MODE"))
     monkeypatch.setattr(scans, "import_module", {"fla.ops.utils.cache": settings}.__getitem__)
-    scans.use_measured_forms()
+    scans.use_tuned_configs()
     assert os.environ.get("FLA_CACHE_MODE") == settings.FLA_CACHE_MODE == mode
     folder = os.environ.get("FLA_CONFIG_DIR")
     assert (folder is not None) == (mode == "strict")
     for path in Path(folder).glob("*.json") if folder else ():
-        forms = json.loads(path.read_text(encoding="utf-8"))
-        assert forms["kernel_name"] == path.stem
-        assert all(entry["config"]["num_warps"] for entry in forms["autotune_entries"].values())
+        tuned = json.loads(path.read_text(encoding="utf-8"))
+        assert tuned["kernel_name"] == path.stem
+        for name, entry in tuned["autotune_entries"].items():
+            # As the library looks a kind of arguments up.
+            key = json.dumps(entry["autotune_key"], separators=(",", ":"), sort_keys=True)
+            assert name == hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
+            assert entry["config"].keys() == {"kwargs", "num_warps", "num_stages", "num_ctas"}
 
 
 def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:

@@ -36,18 +36,52 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 
 class Group(NamedTuple):
     """Segments of a packed row that a scan computes at once. `parents` [S] are the indices of their
-    prompts in the states of the groups before; None if they start paths.
-
-    Those of similar lengths are `places` [S, L], indices in the row, the number of its tokens for
-    padding. Without padding all `tokens` lie end to end, and `ends` say where.
-    """
+    prompts in the states of the groups before; None if they start paths."""
 
     parents: Tensor | None
-    places: Tensor | None = None
     ends: Mapping[str, Tensor] = MappingProxyType({})
-    """As flash-linear-attention takes them: each segment reaches from one of `cu_seqlens` [S + 1]
-    to the next, and `chunk_indices` [N, 2] are the segment of each chunk and its number in it."""
-    tokens: int = 0
+    """Arguments that say where segments end which lie end to end, as `ends_of` gives them."""
+
+
+class Padded(NamedTuple):
+    """Groups of segments of similar lengths, as rows."""
+
+    groups: list[Group]
+    places: list[Tensor]
+    """The indices in the row of each group [S, L], the number of its tokens for padding."""
+    back: Tensor
+    """The index of each token in the groups laid end to end [T]."""
+
+    def divide(self, row: Tensor) -> list[Tensor]:
+        """Return what each group has [S, L, ...] of the tokens of a row [T, ...]."""
+        padded = torch.cat((row, row.new_zeros(1, *row.shape[1:])))
+        return [
+            padded.index_select(0, one.flatten()).unflatten(0, one.shape) for one in self.places
+        ]
+
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the row of what the groups have."""
+        return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.back)
+
+
+class Sequences(NamedTuple):
+    """Groups of segments without padding, which lie end to end."""
+
+    groups: list[Group]
+    sizes: list[int]
+    """The tokens of each group."""
+    orders: tuple[Tensor, Tensor] | None
+    """The order of the row's tokens in the groups [T] and its inverse; None if it is the same."""
+
+    def divide(self, row: Tensor) -> list[Tensor]:
+        """Return what each group has [1, L, ...] of the tokens of a row [T, ...]."""
+        row = Reorder.apply(row, *self.orders) if self.orders else row
+        return [part[None] for part in row.split(self.sizes)]
+
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the row of what the groups have."""
+        row = torch.cat([part[0] for part in parts])
+        return Reorder.apply(row, *reversed(self.orders)) if self.orders else row
 
 
 class Reorder(torch.autograd.Function):
@@ -64,14 +98,6 @@ class Reorder(torch.autograd.Function):
         return gradient.index_select(0, ctx.back), None, None
 
 
-class Sequences(NamedTuple):
-    """Groups of segments without padding, and the order of the row's tokens in them [T] with its
-    inverse; None if that is the row's own."""
-
-    groups: list[Group]
-    orders: tuple[Tensor, Tensor] | None
-
-
 class Segments:
     """The segments of a packed row's trees, in the order of the row; the decoder's `seq_idx`."""
 
@@ -83,7 +109,7 @@ class Segments:
         # All layers of a model have the same few widths and chunks.
         self._paths: dict[int, tuple[Tensor, Tensor]] = {}
         self._links: dict[int, Links] = {}
-        self._groups: dict[int, tuple[list[Group], Tensor]] = {}
+        self._padded: dict[int, Padded] = {}
         self._sequences: Sequences | None = None
 
     def paths(self, width: int) -> tuple[Tensor, Tensor]:
@@ -105,20 +131,19 @@ class Segments:
             self._links[width] = links_of(self.segments, width, self._tensor)
         return self._links[width]
 
-    def groups(self, chunk: int) -> tuple[list[Group], Tensor]:
-        """Return the groups of the segments, those that start a path first, and the index of each
-        token in the groups laid end to end [T].
+    def padded(self, chunk: int) -> Padded:
+        """Return the segments as rows, those that start a path first.
 
         The length of a group is a power of two of chunks, whatever else is in the row, so that a
         segment's chunks do not depend on its micro-batch.
         """
-        if chunk not in self._groups:
+        if chunk not in self._padded:
             keys: dict[tuple[bool, int], list[int]] = {}
             for number, (tokens, parent) in enumerate(self.segments):
                 chunks = -(-len(tokens) // chunk)
                 length = chunk << (chunks - 1).bit_length()
                 keys.setdefault((parent is not None, length), []).append(number)
-            groups, back, start = [], [0] * self.num_tokens, 0
+            groups, rows_of, back, start = [], [], [0] * self.num_tokens, 0
             rows: dict[int, int] = {}  # The row of a segment in the states of all groups.
             for (follows, length), numbers in sorted(keys.items()):
                 places = []
@@ -131,18 +156,19 @@ class Segments:
                     back[tokens.start : tokens.stop] = range(first, first + len(tokens))
                     rows[number] = len(rows)
                     start += length
-                groups.append(Group(self._parents(numbers, rows), self._tensor(places)))
-            self._groups[chunk] = groups, self._tensor(back)
-        return self._groups[chunk]
+                groups.append(Group(self._parents(numbers, rows)))
+                rows_of.append(self._tensor(places))
+            self._padded[chunk] = Padded(groups, rows_of, self._tensor(back))
+        return self._padded[chunk]
 
-    def sequences(self) -> "Sequences":
+    def sequences(self) -> Sequences:
         """Return the segments without padding: one group of those that start a path, and one of
         those that follow."""
         if self._sequences is None:
             starts = [number for number, one in enumerate(self.segments) if one.parent is None]
             follow = [number for number, one in enumerate(self.segments) if one.parent is not None]
             rows = {number: row for row, number in enumerate(starts)}
-            groups, order = [], []
+            groups, sizes, order = [], [], []
             for numbers in filter(None, (starts, follow)):
                 parts = [self.segments[number].tokens for number in numbers]
                 order += [np.arange(part.start, part.stop) for part in parts]
@@ -150,13 +176,13 @@ class Segments:
                     name: self._tensor(values)
                     for name, values in ends_of([*map(len, parts)]).items()
                 }
-                parents = self._parents(numbers, rows)
-                groups.append(Group(parents, ends=ends, tokens=sum(map(len, parts))))
+                groups.append(Group(self._parents(numbers, rows), ends))
+                sizes.append(sum(map(len, parts)))
             orders = None
             if len(groups) > 1:
                 places = np.concatenate(order)
                 orders = self._tensor(places), self._tensor(np.argsort(places))
-            self._sequences = Sequences(groups, orders)
+            self._sequences = Sequences(groups, sizes, orders)
         return self._sequences
 
     def _parents(self, numbers: list[int], rows: dict[int, int]) -> Tensor | None:
@@ -279,20 +305,14 @@ def tree_scan(
     chunk = min(kwargs.get("chunk_size", CHUNK), CHUNK)
     if run is None and "chunk_size" in kwargs:
         kwargs["chunk_size"] = chunk
-    sequences = segments.sequences() if run else None
-    groups, back = (sequences.groups, None) if sequences else segments.groups(chunk)
-    row = (1, segments.num_tokens)
+    grouped = segments.sequences() if run else segments.padded(chunk)
+    groups, row = grouped.groups, (1, segments.num_tokens)
 
     def parts(value: Any) -> Iterable[Any]:
-        """Return what each group has of an argument: [S, L, ...] of those of the row, others
-        whole."""
-        if not isinstance(value, Tensor) or value.dim() < 3 or value.shape[:2] != row:
-            return repeat(value, len(groups))
-        if sequences:
-            return in_order(value[0], sequences)
-        padded = torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
-        places = [group.places for group in groups if group.places is not None]
-        return [padded.index_select(0, one.flatten()).unflatten(0, one.shape) for one in places]
+        """Return what each group has of an argument of the row, and others whole."""
+        if isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == row:
+            return grouped.divide(value[0])
+        return repeat(value, len(groups))
 
     divided = zip(*map(parts, (*args, *kwargs.values())), strict=True)
     outputs: list[Tensor] = []
@@ -305,19 +325,8 @@ def tree_scan(
         named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
         named |= {**group.ends, final: read and (run is None or parents is None)}
         output, state = (run or own)(*values[: len(args)], **named)
-        outputs.append(output.flatten(0, 1))
+        outputs.append(output)
         if parents is None:
             states.append(state)
-    output = torch.cat(outputs)
-    if back is not None:
-        output = output.index_select(0, back)
-    elif sequences and sequences.orders:
-        output = Reorder.apply(output, *reversed(sequences.orders))
-    return (output[None], None) if final == "output_final_state" else output[None]
-
-
-def in_order(row: Tensor, sequences: Sequences) -> list[Tensor]:
-    """Return the tokens [1, L, ...] of each group, of those of the row [T, ...]."""
-    if sequences.orders:
-        row = Reorder.apply(row, *sequences.orders)
-    return [part[None] for part in row.split([group.tokens for group in sequences.groups])]
+    output = grouped.join(outputs)[None]
+    return (output, None) if final == "output_final_state" else output

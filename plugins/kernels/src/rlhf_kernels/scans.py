@@ -31,10 +31,10 @@ probe accepts less than the rounding of TF32."""
 LENGTHS = (100, 150)
 """Of the two sequences that are compared, in one row."""
 OFFSETS = (0, *accumulate(LENGTHS))
-FORMS = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": "{}"}
-"""The variables that tell flash-linear-attention where forms of its kernels are."""
-MEASURED = Path(__file__).with_name("forms")
-"""The forms, by `benchmarks/scan_forms.py`, in a folder for each kind of device."""
+VARIABLES = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": "{}"}
+"""What tells flash-linear-attention where configurations of its kernels (tiles, warps) are."""
+TUNED = Path(__file__).with_name("tuned")
+"""The configurations, by `benchmarks/tuned_configs.py`, in a folder for each kind of device."""
 INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
@@ -79,7 +79,7 @@ LIBRARIES = {
 def load(module: str, function: str) -> Callable[..., Any]:
     """Return a function of a library, made to ignore the arguments that it does not name."""
     if module.startswith("fla."):
-        use_measured_forms()
+        use_tuned_configs()
     found = getattr(import_module(module), function)
     names = set(inspect.signature(found).parameters)
 
@@ -89,18 +89,18 @@ def load(module: str, function: str) -> Callable[..., Any]:
     return run
 
 
-def use_measured_forms() -> None:
-    """Have flash-linear-attention take the forms of its kernels that were the fastest on a device
-    of this kind, unless its variables are set. Else it times all of them at their first use, for
-    minutes, and devices of one kind may differ in what they find and so in how they round."""
+def use_tuned_configs() -> None:
+    """Have flash-linear-attention take the configurations of its kernels that were the fastest on a
+    device of this kind, unless its variables are set. Else it times all of them at their first use,
+    for minutes, and machines with such devices may choose others, which round otherwise."""
     of_nvidia = torch.cuda.is_available() and torch.version.hip is None
-    if not of_nvidia or FORMS.keys() & os.environ.keys():
+    if not of_nvidia or VARIABLES.keys() & os.environ.keys():
         return
     major, minor = torch.cuda.get_device_capability()
-    folder = MEASURED / f"sm{major}{minor}"
+    folder = TUNED / f"sm{major}{minor}"
     if folder.is_dir():
-        os.environ |= {name: value.format(folder) for name, value in FORMS.items()}
-        with suppress(ImportError, AttributeError):  # Another version may have no forms in files.
+        os.environ |= {name: value.format(folder) for name, value in VARIABLES.items()}
+        with suppress(ImportError, AttributeError):  # Another version may read none.
             settings: Any = import_module("fla.ops.utils.cache")
             # transformers may have imported it before, when it reads the first variable.
             settings.FLA_CACHE_MODE = settings.FlaCacheMode.from_env()

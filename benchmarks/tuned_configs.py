@@ -1,12 +1,12 @@
-"""Which forms of flash-linear-attention's kernels are the fastest on a kind of device, for
-`plugins/kernels/src/rlhf_kernels/forms/`.
+"""Which configurations of flash-linear-attention's kernels are the fastest on a kind of device, for
+`plugins/kernels/src/rlhf_kernels/tuned/`.
 
-    python benchmarks/scan_forms.py ~/.triton/cache FOLDER
+    python benchmarks/tuned_configs.py ~/.triton/cache FOLDER
 
 Run a hybrid model first, on a machine that has not run one: flash-linear-attention then times the
-forms of each kernel, and Triton keeps the times in its cache. This script writes the fastest form
-for each kind of arguments as flash-linear-attention reads them (`FLA_CONFIG_DIR`), also for numbers
-of heads and tokens that were not timed, since a form depends on neither.
+configurations of each kernel, and Triton keeps the times in its cache. This script writes the
+fastest one for each kind of arguments as flash-linear-attention reads them (`FLA_CONFIG_DIR`), also
+for numbers of heads and tokens that were not timed, since the fastest one hardly depends on them.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ def main() -> int:
     for path in sorted(cache.rglob("*.autotune.json"), key=number):
         kernel = path.name.removesuffix(".autotune.json")
         timed = read(path)
-        form, _ = min(timed["configs_timings"], key=lambda each: each[1][0])
-        form = {name: form[name] for name in ("kwargs", "num_warps", "num_stages", "num_ctas")}
+        config, _ = min(timed["configs_timings"], key=lambda each: each[1][0])
+        config = {name: config[name] for name in ("kwargs", "num_warps", "num_stages", "num_ctas")}
         for other in BLOCKS if "norm" in kernel else HEADS:
             key = [*timed["key"][:VARIES], other, *timed["key"][VARIES + 1 :]]
             text = json.dumps(key, separators=(",", ":"), sort_keys=True)
             name = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
             if other >= number(path) or "norm" in kernel:
-                entry = {"autotune_key": key, "config": form}
+                entry = {"autotune_key": key, "config": config}
                 kernels.setdefault(kernel, {})[name] = entry
     for kernel, entries in sorted(kernels.items()):
         found = {"kernel_name": kernel, "autotune_entries": entries}

@@ -1,10 +1,12 @@
 """The axes of a mesh and their process groups."""
 
 import gc
+import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -90,6 +92,30 @@ def left_by_a_run(stage):
     del engine, teacher, frozen
     gc.collect()
     return threads_of_groups() - before, [each() is not None for each in weights]
+
+
+def joined_before_another(marker):
+    """Whether another rank, which takes its time, has made its groups when this one has joined."""
+    own = mesh_module.with_groups
+
+    def late(*args, **kwargs):
+        made = own(*args, **kwargs)
+        if distributed.get_rank() == 0:
+            time.sleep(0.3)
+            marker.touch()
+        return made
+
+    backend = DeepSpeedBackend()
+    with patch.object(mesh_module, "with_groups", late):
+        mesh = backend.setup_mesh(config())
+    found = marker.exists()
+    backend.close_mesh(mesh)
+    return found
+
+
+def test_no_rank_goes_on_before_all_have_joined(pair, tmp_path):
+    """It may end at once, and would close connections that another one is still making."""
+    assert pair.run(joined_before_another, tmp_path / "joined") == [True, True]
 
 
 def threads_of_groups():

@@ -75,7 +75,11 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, _ = distributed.new_subgroups(
             second, timeout=timeout
         )
-    return _mesh(local_rank, with_groups(distributed.get_rank(), sizes, timeout=timeout))
+    mesh = _mesh(local_rank, with_groups(distributed.get_rank(), sizes, timeout=timeout))
+    if backend == "gloo":
+        # A rank that ends at once would close connections that another one is still making.
+        distributed.barrier(groups._WORLD_GROUP)
+    return mesh
 
 
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:

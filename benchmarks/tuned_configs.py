@@ -3,59 +3,47 @@
 
     python benchmarks/tuned_configs.py ~/.triton/cache FOLDER
 
-Run a hybrid model first, on a machine that has not run one: flash-linear-attention then times the
-configurations of each kernel, and Triton keeps the times in its cache. This script writes the
-fastest one for each kind of arguments as flash-linear-attention reads them (`FLA_CONFIG_DIR`), also
-for numbers of heads and tokens that were not timed, since the fastest one hardly depends on them.
+Run hybrid models first, on a machine that has not run one and with FLA_CACHE_MODE=disabled:
+flash-linear-attention then times the configurations of each kernel for each kind of arguments, and
+Triton keeps the times in its cache. This script writes one configuration for each kernel, as
+flash-linear-attention reads it from FLA_CONFIG_DIR: the one that is the fastest on average over the
+kinds, each in units of its fastest one.
 """
 
-import hashlib
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-HEADS = (16, 32, 48, 64)
-"""Heads of values in Qwen3-Next and Qwen3.5."""
-BLOCKS = range(1, 65)
-"""The tokens of a norm in thousands, as its key has them."""
-VARIES = 1
-"""The place of these numbers in a key."""
+SETTINGS = ("kwargs", "num_warps", "num_stages", "num_ctas")
 
 
 def main() -> int:
     cache, folder = Path(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    kernels: dict[str, dict[str, Any]] = {}
-    for path in sorted(cache.rglob("*.autotune.json"), key=number):
-        kernel = path.name.removesuffix(".autotune.json")
-        timed = read(path)
-        config, _ = min(timed["configs_timings"], key=lambda each: each[1][0])
-        config = {name: config[name] for name in ("kwargs", "num_warps", "num_stages", "num_ctas")}
-        for other in BLOCKS if "norm" in kernel else HEADS:
-            key = [*timed["key"][:VARIES], other, *timed["key"][VARIES + 1 :]]
-            text = json.dumps(key, separators=(",", ":"), sort_keys=True)
-            name = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-            if other >= number(path) or "norm" in kernel:
-                entry = {"autotune_key": key, "config": config}
-                kernels.setdefault(kernel, {})[name] = entry
-    for kernel, entries in sorted(kernels.items()):
-        found = {"kernel_name": kernel, "autotune_entries": entries}
+    kernels: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for path in sorted(cache.rglob("*.autotune.json")):
+        kernels[path.name.removesuffix(".autotune.json")].append(timed(path))
+    for kernel, kinds in sorted(kernels.items()):
+        run_in_all = set.intersection(*(set(kind) for kind in kinds))
+        best = min(run_in_all, key=lambda config: sum(kind[config] for kind in kinds))
+        found = {"kernel_name": kernel, "default_config": json.loads(best)}
         text = json.dumps(found, separators=(",", ":"))
         (folder / f"{kernel}.json").write_text(f"{text}\n", encoding="utf-8")
-        print(f"{kernel}: {len(entries)} kinds of arguments")
+        print(f"{kernel}: {best}")
     return 0
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return what Triton keeps of a kernel's times."""
+def timed(path: Path) -> dict[str, float]:
+    """Return how long each configuration of a kernel takes, in units of the fastest one."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def number(path: Path) -> int:
-    """Return the number in a key that varies."""
-    return int(read(path)["key"][VARIES])
+    times = {
+        json.dumps({name: config[name] for name in SETTINGS}): milliseconds[0]
+        for config, milliseconds in found["configs_timings"]
+    }
+    fastest = min(times.values())
+    return {config: time / fastest for config, time in times.items()}
 
 
 if __name__ == "__main__":

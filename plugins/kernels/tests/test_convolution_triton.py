@@ -31,6 +31,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     # Several programs for the channels, and several tiles for each partial sum.
     monkeypatch.setattr(convolution_triton, "CHANNELS", 16)
+    monkeypatch.setattr(convolution_triton, "TILE_CHANNELS", 16)
     monkeypatch.setattr(convolution_triton, "PROGRAMS", 3)
     return convolution_triton
 

@@ -16,9 +16,9 @@ from kernel_models import compiled_for_a_gpu
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import hardsigmoid, relu, silu
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from rlhf.engine import replaced_forward
 from rlhf.memory.estimate import LiveBytes
@@ -157,7 +157,7 @@ def test_a_slice_is_not_copied_unless_torch_compiles() -> None:
 def test_programs_share_the_rows_of_a_long_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_norms_triton, "PROGRAMS", 4)
     monkeypatch.setattr("rlhf_kernels.norms_triton.ELEMENTS", 64)
-    norm = BambaRMSNormGated(WIDTH, WIDTH // 3).to(DEVICE)
+    norm = Zamba2RMSNormGated(WIDTH, WIDTH // 3).to(DEVICE)
     tensors = inputs(torch.float32, 1, 11, WIDTH)
     expected = run(norm, *tensors)
     fuse_norms(norm)
@@ -166,7 +166,7 @@ def test_programs_share_the_rows_of_a_long_batch(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("width", "group"), [(5000, 5000), (10_000, 2500)])
 def test_rows_and_groups_wider_than_a_tile(width: int, group: int) -> None:
-    norm = BambaRMSNormGated(width, group).to(DEVICE)
+    norm = Zamba2RMSNormGated(width, group).to(DEVICE)
     tensors = inputs(torch.float32, 3, width)
     expected = run(norm, *tensors)
     fuse_norms(norm)
@@ -175,7 +175,7 @@ def test_rows_and_groups_wider_than_a_tile(width: int, group: int) -> None:
 
 def test_hidden_states_in_float32_stay_so_beside_a_gate_in_bf16() -> None:
     """As the scan of Mamba 2 returns them."""
-    norm = BambaRMSNormGated(WIDTH, WIDTH).to(DEVICE, torch.bfloat16)
+    norm = Zamba2RMSNormGated(WIDTH, WIDTH).to(DEVICE, torch.bfloat16)
     hidden, gate, gradient = inputs(torch.float32, 1, 7, WIDTH)
     tensors = (hidden, gate.detach().bfloat16().requires_grad_(), gradient)
     expected = run(norm, *tensors)
@@ -218,7 +218,7 @@ def test_a_module_that_computes_something_else_is_left_alone() -> None:
 
 
 def test_without_a_gate_of_the_same_shape_the_modules_code_runs() -> None:
-    norm = BambaRMSNormGated(WIDTH, WIDTH).to(DEVICE)
+    norm = Zamba2RMSNormGated(WIDTH, WIDTH).to(DEVICE)
     hidden, gate, _ = inputs(torch.float32, 1, 7, WIDTH)
     expected = norm(hidden), norm(hidden, gate[:, :, :1])
     assert fuse_norms(norm) == 1
@@ -255,7 +255,7 @@ def test_the_stand_in_on_the_meta_device_keeps_what_the_kernel_keeps(dtype: torc
 
 
 def test_beside_its_inputs_a_norm_keeps_a_number_for_each_row_and_group() -> None:
-    norm = BambaRMSNormGated(WIDTH, WIDTH // 2).to("meta")
+    norm = Zamba2RMSNormGated(WIDTH, WIDTH // 2).to("meta")
     assert fuse_norms(norm) == 1
     hidden, gate = torch.empty(2, 5, WIDTH, device="meta", requires_grad=True)
     with LiveBytes(known=[norm.weight, hidden, gate]) as counter:

@@ -42,6 +42,19 @@ def test_indices_are_computed_from_the_sizes_on_the_host() -> None:
     assert (ends.host.tolist(), longest) == ([0, 8, 24], 16)
 
 
+def test_indices_are_computed_in_one_thread() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found: Any = on_host(lambda sizes: sizes * torch.get_num_threads())(on_meta())
+        assert torch.equal(found.host, GRID)
+        with pytest.raises(IndexError):
+            on_host(lambda sizes: sizes[:, 3])(on_meta())
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_sizes_without_a_copy_on_the_host_are_read_where_they_are() -> None:
     found = on_host(get_vision_position_ids)(GRID, 2)
     assert torch.equal(found, get_vision_position_ids(GRID, 2))

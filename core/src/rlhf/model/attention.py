@@ -120,7 +120,7 @@ def image_attention(
     if cu_seq_lens_q is not None and usual and half and query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
-        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         bounds = cu_seq_lens_q.int()
         most = int(bounds.diff().max() if max_length_q is None else max_length_q)
         return cast(Tensor, varlen_attn(q, k, v, bounds, bounds, most, most))[None], None

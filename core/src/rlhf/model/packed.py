@@ -209,7 +209,7 @@ class PackedModel(nn.Module):
             attention_mask=TreeTokens.of(tree),
             **states,
             **{"position_ids": batch.positions[None, own]} | batch.inputs | of_tokens,
-        )[0]
+        ).squeeze(0)
         return all_rows(hidden, size, axis)[:num_tokens]
 
     def padded(self, batch: PackedBatch, *, most: int) -> Tensor:

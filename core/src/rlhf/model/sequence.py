@@ -60,7 +60,7 @@ def to_heads(states: Tensor, axis: Axis, *, heads: int) -> Tensor:
     Collective."""
     own, most = states.shape[1], heads // states.shape[1]
     copies = next(n for n in range(1, most + 1) if most % n == 0 == n * own % axis.size)
-    states = states[0].repeat_interleave(copies, dim=0)
+    states = states.squeeze(0).repeat_interleave(copies, dim=0)
     received = Exchange.apply(states.unflatten(0, (axis.size, -1)), axis)
     return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -68,7 +68,7 @@ def to_heads(states: Tensor, axis: Axis, *, heads: int) -> Tensor:
 def to_tokens(states: Tensor, axis: Axis) -> Tensor:
     """Return the rank's part of the row with all heads, [1, h, T / N, D], of the whole row of its
     heads, [1, h / N, T, D]. Collective."""
-    parts = states[0].unflatten(1, (axis.size, -1)).transpose(0, 1)
+    parts = states.squeeze(0).unflatten(1, (axis.size, -1)).transpose(0, 1)
     return Exchange.apply(parts, axis).flatten(0, 1)[None]
 
 

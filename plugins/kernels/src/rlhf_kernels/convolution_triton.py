@@ -19,9 +19,9 @@ from rlhf_kernels.paths import Links, Segment, links_of
 
 ROWS, CHANNELS = 32, 128
 """Tokens and channels that a program computes at once."""
-TILE = 8
-"""Tokens that a program of the weight's gradient computes at once: it keeps sums for each."""
-PROGRAMS = 64
+TILE, TILE_CHANNELS = 8, 64
+"""Those of a program of the weight's gradient, which keeps sums for each."""
+PROGRAMS = 128
 """Partial sums over tokens of the weight's gradient."""
 WIDEST = 4
 """The largest width."""
@@ -42,7 +42,7 @@ def convolve(
         raise ValueError(f"no kernel has the activation {activation}")
     if weight.shape[1] > WIDEST:
         raise ValueError(f"no kernel has the width {weight.shape[1]}")
-    rows = hidden_states[0].mT
+    rows = hidden_states.squeeze(0).mT
     if links is None:
         segments = [Segment(range(len(rows)), None)]
         as_tensor = partial(torch.tensor, device=rows.device)
@@ -74,17 +74,17 @@ class PathConvolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias = ctx.saved_tensors
         links, (channels, width) = ctx.links, weight.shape
-        tokens, blocks = len(rows), triton.cdiv(channels, CHANNELS)
+        tokens = len(rows)
         programs = min(PROGRAMS, triton.cdiv(tokens, TILE))
         change = torch.empty_like(rows, memory_format=torch.contiguous_format)
         parts = rows.new_empty(programs, width + 1, channels, dtype=torch.float32)
-        _backward[programs, blocks](
+        _backward[programs, triton.cdiv(channels, TILE_CHANNELS)](
             rows, weight, bias, links.before, gradient.contiguous(), change, parts,
             tokens, channels, rows.stride(0), programs, WIDTH=width, BIAS=bias is not None,
-            SILU=ctx.silu, ROWS=TILE, BLOCK=CHANNELS,
+            SILU=ctx.silu, ROWS=TILE, BLOCK=TILE_CHANNELS,
         )  # fmt: skip
         for_rows = torch.empty_like(change)
-        _scatter[triton.cdiv(tokens, ROWS), blocks](
+        _scatter[triton.cdiv(tokens, ROWS), triton.cdiv(channels, CHANNELS)](
             change, weight, links.before, links.later, links.offsets, for_rows, tokens, channels,
             WIDTH=width, ROWS=ROWS, BLOCK=CHANNELS,
         )  # fmt: skip

@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the row of what the groups have."""
-        row = torch.cat([part[0] for part in parts])
+        row = torch.cat([part.squeeze(0) for part in parts])
         return Reorder.apply(row, *reversed(self.orders)) if self.orders else row
 
 
@@ -270,8 +270,9 @@ def tree_convolution(
         return linked
     places, back = segments.paths(steps)
     # Rows of tokens, as the layer had them before it transposed them.
-    row = pad(hidden_states[0].mT, (0, 0, 0, 1)).index_select(0, places).mT[None]
-    return own(row, weight, **options)[0].mT.index_select(0, back).mT[None]
+    row = pad(hidden_states.squeeze(0).mT, (0, 0, 0, 1)).index_select(0, places).mT[None]
+    output = own(row, weight, **options).squeeze(0).mT
+    return output.index_select(0, back).mT[None]
 
 
 def library_of(
@@ -311,7 +312,7 @@ def tree_scan(
     def parts(value: Any) -> Iterable[Any]:
         """Return what each group has of an argument of the row, and others whole."""
         if isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == row:
-            return grouped.divide(value[0])
+            return grouped.divide(value.squeeze(0))
         return repeat(value, len(groups))
 
     divided = zip(*map(parts, (*args, *kwargs.values())), strict=True)

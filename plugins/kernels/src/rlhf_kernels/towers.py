@@ -64,7 +64,7 @@ def rotate_patches(
         return rotated
     heads_first = (states[None].transpose(1, 2) for states in (query, key))
     queries, keys, *_ = kernel(*heads_first, cos.float()[None], sin.float()[None], None, 1)
-    return queries.transpose(1, 2)[0], keys.transpose(1, 2)[0]
+    return queries.transpose(1, 2).squeeze(0), keys.transpose(1, 2).squeeze(0)
 
 
 def rotates_halves(rotary: Callable[..., Any]) -> bool:

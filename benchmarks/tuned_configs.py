@@ -1,13 +1,12 @@
-"""Which configurations of flash-linear-attention's kernels are the fastest on a kind of device, for
-`plugins/kernels/src/rlhf_kernels/tuned/`.
+"""Which configurations of flash-linear-attention's kernels are the fastest on a kind of device.
 
-    python benchmarks/tuned_configs.py ~/.triton/cache FOLDER
+    python benchmarks/tuned_configs.py ~/.triton/cache sm90
 
-Run hybrid models first, on a machine that has not run one and with FLA_CACHE_MODE=disabled:
-flash-linear-attention then times the configurations of each kernel for each kind of arguments, and
-Triton keeps the times in its cache. This script writes one configuration for each kernel, as
-flash-linear-attention reads it from FLA_CONFIG_DIR: the one that is the fastest on average over the
-kinds, each in units of its fastest one.
+Run hybrid models first, with FLA_CACHE_MODE=disabled and an empty cache: flash-linear-attention
+then times the configurations of each kernel for each kind of arguments, and Triton keeps the times
+in its cache. This script writes one configuration for each kernel into
+`plugins/kernels/src/rlhf_kernels/tuned.json`: the one that is the fastest on average over the kinds
+of arguments, each in units of its fastest one.
 """
 
 import json
@@ -16,22 +15,22 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-SETTINGS = ("kwargs", "num_warps", "num_stages", "num_ctas")
+FILE = Path(__file__).parents[1] / "plugins/kernels/src/rlhf_kernels/tuned.json"
 
 
 def main() -> int:
-    cache, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    folder.mkdir(parents=True, exist_ok=True)
+    cache, device = Path(sys.argv[1]), sys.argv[2]
     kernels: dict[str, list[dict[str, float]]] = defaultdict(list)
     for path in sorted(cache.rglob("*.autotune.json")):
         kernels[path.name.removesuffix(".autotune.json")].append(timed(path))
-    for kernel, kinds in sorted(kernels.items()):
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    tuned = found.setdefault(device, {})
+    for kernel, kinds in kernels.items():
         run_in_all = set.intersection(*(set(kind) for kind in kinds))
         best = min(run_in_all, key=lambda config: sum(kind[config] for kind in kinds))
-        found = {"kernel_name": kernel, "default_config": json.loads(best)}
-        text = json.dumps(found, separators=(",", ":"))
-        (folder / f"{kernel}.json").write_text(f"{text}\n", encoding="utf-8")
+        tuned[kernel] = json.loads(best)
         print(f"{kernel}: {best}")
+    FILE.write_text(f"{json.dumps(found, indent=2, sort_keys=True)}\n", encoding="utf-8")
     return 0
 
 
@@ -39,11 +38,16 @@ def timed(path: Path) -> dict[str, float]:
     """Return how long each configuration of a kernel takes, in units of the fastest one."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     times = {
-        json.dumps({name: config[name] for name in SETTINGS}): milliseconds[0]
+        json.dumps(arguments(config)): milliseconds[0]
         for config, milliseconds in found["configs_timings"]
     }
     fastest = min(times.values())
     return {config: time / fastest for config, time in times.items()}
+
+
+def arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a launch that a configuration is."""
+    return config["kwargs"] | {name: config[name] for name in ("num_warps", "num_stages")}
 
 
 if __name__ == "__main__":

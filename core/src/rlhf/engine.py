@@ -71,6 +71,8 @@ class ModelShape:
     """Why its layers cannot be divided, if `tensor` is 1."""
     tower_layers: int = 0
     """Number of layers in towers for images and sounds."""
+    scans: int = 0
+    """Number of layers with a recurrent scan."""
 
     @property
     def mean_layer(self) -> int:

@@ -12,7 +12,7 @@ from rlhf.data.order import ROUND_ON_ACCELERATOR
 from rlhf.engine import GIB, Mesh, gib
 from rlhf.memory import choice
 from rlhf.memory.choice import AMPLE, Choice, choose
-from rlhf.memory.fit import MARGIN, StepFit
+from rlhf.memory.fit import MARGIN, SCAN, StepFit
 from rlhf.memory.rehearsal import STRICT
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
@@ -71,6 +71,19 @@ def test_where_a_layer_keeps_the_device_busy_more_tokens_are_not_taken(
     monkeypatch.setattr(choice, "ENOUGH", 300 * fit.rehearsed.policy.shape.mean_layer)
     picked, _ = chosen(fit)
     assert picked.tokens == 300
+
+
+def test_layers_with_scans_keep_the_host_busy_for_longer(
+    small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = on_accelerator(small, GIB)
+    policy = fit.rehearsed.policy
+    monkeypatch.setattr(choice, "ENOUGH", 300 * policy.shape.mean_layer)
+    scans = attrs.evolve(policy.shape, scans=policy.shape.layers)
+    object.__setattr__(policy, "shape", scans)
+    assert fit.layer == scans.mean_layer // SCAN
+    picked, _ = chosen(fit)
+    assert picked.tokens == 600
 
 
 def test_products_in_fp8_which_depend_on_them_have_no_more_tokens(small: list[str]) -> None:

@@ -19,6 +19,7 @@ from rlhf.engine import Mesh
 from rlhf.model.head import read_head
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import choose_path
+from rlhf.model.shape import shape_of
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, VOCABULARY, gradients, tree_batch
 
@@ -189,3 +190,12 @@ def test_the_document_is_the_result_of_the_probe() -> None:
     # The table is that of transformers 5.24.
     newer = dict.fromkeys(OWN_ATTENTION, "tree")
     assert documented == {name: family(name).choice.path for name in NAMES} | newer
+
+
+@pytest.mark.parametrize(
+    ("name", "scans"),
+    [("Llama", 0), ("LFM2", 0), ("Qwen3.5", 1), ("Mamba 2", 2), ("RecurrentGemma", 2)],
+)
+def test_layers_with_a_recurrent_scan_are_counted(name: str, scans: int) -> None:
+    causal = random_model(name)
+    assert shape_of(PackedModel(causal)).scans == scans

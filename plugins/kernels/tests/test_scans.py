@@ -2,13 +2,11 @@
 
 import importlib
 import inspect
-import json
 import os
 import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,28 +262,38 @@ def test_a_library_is_compared_outside_of_a_recomputation(use: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "given", "mode"),
-    [((9, 0), {}, "default"), ((8, 6), {}, None), ((9, 0), {"FLA_CACHE_MODE": "full"}, "full")],
+    ("capability", "given", "used"),
+    [((9, 0), {}, True), ((8, 6), {}, False), ((9, 0), {"FLA_CACHE_MODE": "full"}, False)],
 )
-def test_configurations_are_those_that_were_the_fastest_on_such_a_device(
-    capability: tuple[int, int], given: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+def test_kernels_run_as_was_the_fastest_on_such_a_device(
+    capability: tuple[int, int], given: Any, *, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Tuner:
+        def __init__(self, kernel_name: str) -> None:
+            self.kernel_name = kernel_name
+            self.fn = SimpleNamespace(run=lambda *args, **kwargs: (args, kwargs))
+
+        def run(self, *_: Any, **__: Any) -> str:
+            return "timed"
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(os, "environ", dict(given))
-    # As transformers has imported it, before the variables are set.
-    read = SimpleNamespace(from_env=lambda: os.environ["FLA_CACHE_MODE"])
-    settings: Any = SimpleNamespace(FlaCacheMode=read, FLA_CACHE_MODE=given.get("FLA_CACHE_MODE"))
-    monkeypatch.setattr(scans, "import_module", {"fla.ops.utils.cache": settings}.__getitem__)
+    code = SimpleNamespace(CachedAutotuner=Tuner)
+    monkeypatch.setattr(scans, "import_module", {"fla.ops.utils.cache": code}.__getitem__)
+    for _ in range(2):
+        scans.use_tuned_configs()
+    options = {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 3}
+    expected: Any = ((1,), {"grid": 2, **options}) if used else "timed"
+    assert Tuner("chunk_fwd_kernel_o").run(1, grid=2) == expected
+    assert Tuner("another").run(1, grid=2) == "timed"
+
+
+def test_another_version_of_the_library_chooses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(scans, "import_module", lambda _: SimpleNamespace())
     scans.use_tuned_configs()
-    assert os.environ.get("FLA_CACHE_MODE") == settings.FLA_CACHE_MODE == mode
-    folder = os.environ.get("FLA_CONFIG_DIR")
-    assert (folder is not None) == (mode == "default")
-    for path in Path(folder).glob("*.json") if folder else ():
-        tuned = json.loads(path.read_text(encoding="utf-8"))
-        assert tuned["kernel_name"] == path.stem
-        config = tuned["default_config"]
-        assert config.keys() == {"kwargs", "num_warps", "num_stages", "num_ctas"}
 
 
 def test_a_missing_library_is_named_with_what_installs_it(use: Any) -> None:

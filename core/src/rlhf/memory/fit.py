@@ -18,6 +18,9 @@ from rlhf.trainer import Trainer
 MARGIN = 0.95
 """Share of an accelerator's memory that tensors can have; allocator and kernels take the rest
 (benchmarks/RESULTS.md, Memory held by the allocator)."""
+SCAN = 3
+"""Layers with attention that the host launches in the time for one with a recurrent scan
+(benchmarks/NOTES.md, Gated DeltaNet by flash-linear-attention)."""
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
@@ -130,9 +133,12 @@ class StepFit:
 
     @property
     def layer(self) -> int:
-        """Parameters of a mean layer of the trained model."""
+        """Parameters of a mean layer of the trained model, for the time in which the host launches
+        a layer with attention."""
         assert isinstance(self.rehearsed, Rehearsed)
-        return self.rehearsed.policy.shape.mean_layer
+        shape = self.rehearsed.policy.shape
+        layers = max(shape.layers + shape.tower_layers, 1)
+        return shape.mean_layer * layers // (layers + (SCAN - 1) * shape.scans)
 
     @property
     def token_settings(self) -> tuple[int, Recompute]:

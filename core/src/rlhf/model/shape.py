@@ -13,7 +13,7 @@ from rlhf.model.accelerated import needed_kernels
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
 from rlhf.model.load import packed_model
-from rlhf.model.packed import PackedModel
+from rlhf.model.packed import PackedModel, recurrent_layers
 from rlhf.model.parts import beyond_text, decoder, layers_of, num_parameters
 from rlhf.model.role import ModelSpec
 from rlhf.model.sequence import check_heads
@@ -75,7 +75,15 @@ def shape_of(module: nn.Module) -> ModelShape:
         tower_layers=sum(
             len(module) for module in beyond_text(causal) if isinstance(module, nn.ModuleList)
         ),
+        scans=num_scans(causal),
     )
+
+
+def num_scans(causal: Any) -> int:
+    """Return the number of a model's layers with a recurrent scan; those of LFM2 have none."""
+    text, recurrent = causal.config.get_text_config(), {*recurrent_layers(causal)} - {"conv"}
+    kinds = getattr(text, "layer_types", None) or [text.model_type] * text.num_hidden_layers
+    return sum(kind in recurrent for kind in kinds)
 
 
 def tensor_ranks(config: Any) -> tuple[int, str]:

@@ -4,6 +4,7 @@ flash-linear-attention for Gated DeltaNet (Yang et al., arXiv 2412.06464), KDA (
 and Mamba 2 (Dao and Gu, arXiv 2405.21060)."""
 
 import inspect
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,10 @@ probe accepts less than the rounding of TF32."""
 LENGTHS = (100, 150)
 """Of the two sequences that are compared, in one row."""
 OFFSETS = (0, *accumulate(LENGTHS))
-VARIABLES = {"FLA_CACHE_MODE": "default", "FLA_CONFIG_DIR": "{}"}
+VARIABLES = {"FLA_CACHE_MODE", "FLA_CONFIG_DIR"}
 """What tells flash-linear-attention where configurations of its kernels (tiles, warps) are."""
-TUNED = Path(__file__).with_name("tuned")
-"""The configurations, by `benchmarks/tuned_configs.py`, in a folder for each kind of device."""
+TUNED = Path(__file__).with_name("tuned.json")
+"""Configurations by kind of device and kernel, by `benchmarks/tuned_configs.py`."""
 INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
@@ -90,20 +91,32 @@ def load(module: str, function: str) -> Callable[..., Any]:
 
 
 def use_tuned_configs() -> None:
-    """Have flash-linear-attention take the configurations of its kernels that were the fastest on a
+    """Have flash-linear-attention run its kernels in the configurations that were the fastest on a
     device of this kind, unless its variables are set. Else it times all of them at their first use,
-    for minutes, and machines with such devices may choose others, which round otherwise."""
+    for minutes, machines with such devices may choose others, which round otherwise, and every
+    launch looks the choice up by all arguments, which takes a third of the library's time on the
+    host."""
     of_nvidia = torch.cuda.is_available() and torch.version.hip is None
-    if not of_nvidia or VARIABLES.keys() & os.environ.keys():
+    if not of_nvidia or VARIABLES & os.environ.keys():
         return
     major, minor = torch.cuda.get_device_capability()
-    folder = TUNED / f"sm{major}{minor}"
-    if folder.is_dir():
-        os.environ |= {name: value.format(folder) for name, value in VARIABLES.items()}
-        with suppress(ImportError, AttributeError):  # Another version may read none.
-            settings: Any = import_module("fla.ops.utils.cache")
-            # transformers may have imported it before, when it reads the first variable.
-            settings.FLA_CACHE_MODE = settings.FlaCacheMode.from_env()
+    known = json.loads(TUNED.read_text(encoding="utf-8")).get(f"sm{major}{minor}", {})
+    with suppress(ImportError, AttributeError):  # Another version may have no such class.
+        tuner: Any = import_module("fla.ops.utils.cache").CachedAutotuner
+        if tuner.run.__module__ != __name__:
+            tuner.run = tuned(known, tuner.run)
+
+
+def tuned(known: Mapping[str, Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method `run` of the library's tuner with `known` configurations."""
+
+    def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        config = known.get(tuner.kernel_name)
+        if config is None:
+            return own(tuner, *args, **kwargs)
+        return tuner.fn.run(*args, **kwargs, **config)
+
+    return run
 
 
 class Scans:

@@ -21,8 +21,10 @@ from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, gradients, tree_batch
 from rlhf_kernels import recurrent, scans
-from rlhf_kernels.mamba import by_linear_attention
-from rlhf_kernels.scans import INITIAL, LIBRARIES, Scans, rehearsed_attention
+from rlhf_kernels.mamba import LOG2_E, Parts, by_linear_attention
+from rlhf_kernels.meta import META_PARTS
+from rlhf_kernels.paths import ends_of
+from rlhf_kernels.scans import INITIAL, LIBRARIES, Scans
 
 NAMES = ("Qwen3.5", "Kimi Linear", "Bamba")
 Function = Callable[..., Any]
@@ -76,8 +78,8 @@ def library(module: PackedModel, function: str, sizes: list[int]) -> Function:
     each call. The kernel of convolutions runs as it is."""
     if function == "convolve":
         return importlib.import_module("rlhf_kernels.convolution_triton").convolve
-    if function == "chunk_simple_gla":
-        return partial(linear_attention, sizes)
+    if function == "PARTS":
+        return parts_of_torch(sizes)
     own = own_of(module, function)
 
     def run(
@@ -118,35 +120,76 @@ def library(module: PackedModel, function: str, sizes: list[int]) -> Function:
 
 
 def linear_attention(
-    sizes: list[int],
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    g: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    **options: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention by its recurrence; states are [S, H, P, N]."""
-    assert options.keys() == {"output_final_state", "state_v_first"}
-    assert options["state_v_first"]
-    assert queries.shape == keys.shape
-    sizes.append(values.shape[1])
-    ends = [0, values.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gated linear attention by its recurrence, for logarithms g of decays; states are
+    [S, H, P, N]."""
+    ends = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outputs, states = [], []
     for number, (start, end) in enumerate(pairwise(ends)):
-        state = values.new_zeros(*values.shape[2:], keys.shape[-1])
-        if initial_state is not None:
-            state = initial_state[number]
+        state = v.new_zeros(*v.shape[2:], k.shape[-1]) if h0 is None else h0[number]
         for token in range(start, end):
-            added = values[0, token, :, :, None] * keys[0, token, :, None]
+            added = v[0, token, :, :, None] * k[0, token, :, None]
             state = g[0, token, :, None, None].exp() * state + added
-            outputs.append(scale * (state @ queries[0, token, :, :, None]).squeeze(-1))
+            outputs.append((state @ q[0, token, :, :, None]).squeeze(-1))
         states.append(state)
-    output = torch.stack(outputs)[None]
-    return output, torch.stack(states) if options["output_final_state"] else None
+    return torch.stack(outputs)[None], torch.stack(states)
+
+
+def parts_of_torch(sizes: list[int]) -> Parts:
+    """The parts of linear attention by its recurrence and autograd. What stands for the states
+    before chunks are those at the start of sequences, and for their gradients those of the last
+    ones; sums are the logarithms of decays themselves. It notes the tokens of each output."""
+
+    def sums(g: Tensor, **options: Any) -> Tensor:
+        reverse = options.pop("reverse", False)
+        assert options.pop("scale", None) == (None if reverse else LOG2_E)
+        assert options.keys() == {"chunk_size", "cu_seqlens", "chunk_indices"}
+        return g.clone()
+
+    def states(*, k: Tensor, v: Tensor, g: Tensor, h0: Any, **options: Any) -> Any:
+        checked(options, {"output_final_state", "states_in_fp32"})
+        _, final = linear_attention(k, k, v, g, h0, options["cu_seqlens"])
+        return h0, final if options["output_final_state"] else None
+
+    def output(*, q: Tensor, k: Tensor, v: Tensor, h: Any, g: Tensor, **options: Any) -> Tensor:
+        checked(options, {"scale"})
+        sizes.append(v.shape[1])
+        return linear_attention(q, k, v, g, h, options["cu_seqlens"])[0]
+
+    def for_states(*, dht: Any, h0: Any, states_in_fp32: bool, **inputs: Any) -> Any:
+        assert not states_in_fp32
+        changes = gradients_of(**inputs, h0=h0, final=dht)
+        return dht, None if h0 is None else changes[4]
+
+    def for_inputs(*, h: Any, dh: Any, **inputs: Any) -> Any:
+        changes = gradients_of(**inputs, h0=h, final=dh)
+        return *changes[:2], None, changes[3]
+
+    def for_values(*, dh: Any, do: Tensor, **inputs: Any) -> Tensor:
+        # They depend neither on values nor on the states before.
+        return gradients_of(**inputs, do=do, v=torch.zeros_like(do), h0=None, final=dh)[2]
+
+    def gradients_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> list[Tensor]:
+        h0, do, final = (options.pop(name) for name in ("h0", "do", "final"))
+        checked(options, {"scale"})
+        given = (q, k, v, g, *(() if h0 is None else (h0,)))
+        leaves = [one.detach().requires_grad_() for one in given]
+        with torch.enable_grad():
+            start = None if h0 is None else leaves[4]
+            results = linear_attention(*leaves[:4], start, options["cu_seqlens"])
+        of_results = (do, torch.zeros_like(results[1]) if final is None else final)
+        return list(torch.autograd.grad(results, leaves, of_results))
+
+    def checked(options: Any, names: set[str]) -> None:
+        common = {"chunk_size", "state_v_first", "cu_seqlens", "chunk_indices"}
+        assert options.keys() == common | names
+        assert options["state_v_first"]
+        assert options["chunk_size"] == 64
+        assert options.get("scale", 1.0) == 1.0
+        assert not options.get("states_in_fp32", False)
+
+    return Parts(sums, states, output, for_states, for_inputs, for_values)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,9 +204,8 @@ def test_a_library_computes_trees_as_torch_does(name: str, use: Any) -> None:
         warnings.simplefilter("error")
         theirs = values(module)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=5e-5)
-    if name != "Bamba":  # Its backward computes the scan again.
-        # The last two calls are of the trees: those that start a path, and the answers.
-        assert sum(sizes[-2:]) == len(tree_batch().tokens)
+    # The last two calls are of the trees: those that start a path, and the answers.
+    assert sum(sizes[-2:]) == len(tree_batch().tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,7 +221,9 @@ def test_states_are_asked_of_a_library_only_where_answers_begin(name: str, use: 
         return read
 
     def made(function: str) -> Function:
-        found = library(module, function, [])
+        found: Any = library(module, function, [])
+        if function == "PARTS":
+            return found._replace(states=noted(found.states))
         return found if function == "convolve" else noted(found)
 
     use(made)
@@ -333,7 +377,7 @@ def test_a_rehearsal_keeps_what_a_library_keeps(
 @pytest.mark.parametrize("starts", [False, True], ids=["from zeros", "from states"])
 @pytest.mark.parametrize("follows", [False, True], ids=["last", "state read"])
 def test_mamba_by_linear_attention_gives_what_torch_gives(starts: bool, follows: bool) -> None:
-    own = own_of(module_of("Bamba"), "chunk_simple_gla")
+    own = own_of(module_of("Bamba"), "PARTS")
     torch.manual_seed(0)
     shapes = (
         (1, 9, 4, 8),
@@ -348,7 +392,7 @@ def test_mamba_by_linear_attention_gives_what_torch_gives(starts: bool, follows:
     inputs = [torch.randn(shape) for shape in shapes]
     inputs[2] = -inputs[2].abs()
     found = []
-    for run in (own, partial(by_linear_attention, partial(linear_attention, []))):
+    for run in (own, partial(by_linear_attention, parts_of_torch([]))):
         *given, skipped, bias, state = leaves = [one.clone().requires_grad_() for one in inputs]
         output, final = run(
             *given, 64, D=skipped, dt_bias=bias, initial_states=state if starts else None,
@@ -364,7 +408,8 @@ def test_mamba_by_linear_attention_gives_what_torch_gives(starts: bool, follows:
 def test_a_rehearsal_of_mamba_keeps_what_its_scan_keeps() -> None:
     """Not the queries and keys of all heads, which backward computes again."""
     kept = []
-    for device, run in (("cpu", partial(linear_attention, [])), ("meta", rehearsed_attention)):
+    ends = {name: torch.tensor(each) for name, each in ends_of([4, 5]).items()}
+    for device, parts in (("cpu", parts_of_torch([])), ("meta", META_PARTS)):
         shapes = ((1, 9, 4, 8), (1, 9, 4), (4,), (1, 9, 1, 16), (1, 9, 1, 16), (2, 4, 8, 16), (4,))
         *given, states, skipped = (
             torch.ones(shape, device=device, requires_grad=True) for shape in shapes
@@ -377,8 +422,8 @@ def test_a_rehearsal_of_mamba_keeps_what_its_scan_keeps() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output, final = by_linear_attention(
-                run, *given, 64, D=skipped, initial_states=states, dt_softplus=True,
-                return_final_states=True, cu_seqlens=torch.tensor([0, 4, 9]),
+                parts, *given, 64, D=skipped, initial_states=states, dt_softplus=True,
+                return_final_states=True, **ends,
             )  # fmt: skip
         assert (output.shape, final.shape) == (given[0].shape, states.shape)
         (output.sum() + final.sum()).backward()

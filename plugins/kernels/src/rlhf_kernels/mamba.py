@@ -1,21 +1,40 @@
 """The scan of Mamba 2 (Dao and Gu, arXiv 2405.21060) as gated linear attention with one decay for
-each head (Yang et al., arXiv 2312.06635), which flash-linear-attention computes.
+each head (Yang et al., arXiv 2312.06635), of which flash-linear-attention has the parts.
 
 With the states of a head S_t = exp(A d_t) S_(t-1) + d_t x_t B_t' and y_t = S_t C_t + D x_t: C are
 queries, B keys, d x values, and A d the logarithms of decays.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from rlhf_kernels.paths import CHUNK
+
+LOG2_E = 1 / math.log(2)
+"""The library's kernels take powers of 2."""
+
+
+class Parts(NamedTuple):
+    """The parts of gated linear attention, of which each is a function of flash-linear-attention:
+    sums of the decays' logarithms within chunks, the states before chunks and the final ones, the
+    output of these, and in backward the gradients of the states, those of queries, keys and sums,
+    and those of values. They take sequences of a row end to end."""
+
+    sums: Callable[..., Tensor]
+    states: Callable[..., tuple[Tensor, Tensor | None]]
+    output: Callable[..., Tensor]
+    for_states: Callable[..., tuple[Tensor, Tensor | None]]
+    for_inputs: Callable[..., tuple[Tensor, Tensor, Any, Tensor]]
+    for_values: Callable[..., Tensor]
+
 
 def by_linear_attention(
-    run: Callable[..., tuple[Tensor, Tensor]],
+    parts: Parts,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,  # noqa: N803
@@ -29,19 +48,22 @@ def by_linear_attention(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output [1, T, H, P] and the final states [S, H, P, N] or None of transformers'
     `mamba2_chunk_scan` for `hidden_states` [1, T, H, P], dt [1, T, H], A [H], B and C
-    [1, T, G, N], by `run`, which is flash-linear-attention's `chunk_simple_gla`."""
+    [1, T, G, N]. `cu_seqlens` and `chunk_indices` are as `ends_of` gives them."""
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = softplus(dt)
     dt = dt.clamp(*dt_limit).float()
     values, decays = Scaled.apply(hidden_states, dt), A.float() * dt
-    run = partial(run, output_final_state=return_final_states)
-    output, states = OfGroups.apply(run, C, B, values, decays, initial_states, cu_seqlens)
+    ends = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+    output, states = LinearAttention.apply(
+        parts, C, B, values, decays, initial_states, ends, return_final_states
+    )
     if D is not None:
         output = output + D[:, None].to(output.dtype) * hidden_states
     return output, states
@@ -63,46 +85,70 @@ class Scaled(torch.autograd.Function):
         return for_hidden, (gradient.float() * hidden).sum(-1)
 
 
-class OfGroups(torch.autograd.Function):
-    """Linear attention with queries and keys [1, T, G, N] of groups of heads. The library wants
-    them for each head, up to 64 times as large, so backward computes it again."""
+class LinearAttention(torch.autograd.Function):
+    """Linear attention of values [1, T, H, P] with queries and keys [1, T, G, N] of groups of heads
+    and decays [1, T, H]. The library wants them for each head, up to 64 times as large, so only
+    those of groups are kept for backward, which also computes the states again."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        ctx.run = run
+    def forward(
+        ctx: Any, parts: Parts, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor,
+        initial: Tensor | None, ends: dict[str, Tensor | None], final: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        values = values.contiguous()
+        sums = parts.sums(decays.contiguous(), chunk_size=CHUNK, scale=LOG2_E, **ends)
+        q, k = (of_heads(one, values.shape[2]) for one in (queries, keys))
+        before, after = states(parts, k, values, sums, initial, ends, final=final)
+        output = parts.output(
+            q=q, k=k, v=values, h=before, g=sums, scale=1.0, chunk_size=CHUNK, state_v_first=True,
+            **ends,
+        )  # fmt: skip
         ctx.set_materialize_grads(False)  # Of the states, where no answer follows.
-        ctx.save_for_backward(*given)
-        return attend(run, *given)
+        ctx.save_for_backward(queries, keys, values, sums, initial)
+        ctx.parts, ctx.ends = parts, ends
+        return output, after
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, cu_seqlens = ctx.saved_tensors
-        leaves: Any = [None if one is None else one.detach().requires_grad_() for one in given]
-        with torch.enable_grad():
-            results = attend(ctx.run, *(*leaves, cu_seqlens))
-        used = [pair for pair in zip(results, gradients, strict=True) if pair[1] is not None]
-        outputs, weights = zip(*used, strict=True)
-        present = [one for one in leaves if one is not None]
-        found = iter(torch.autograd.grad(outputs, present, weights))
-        return None, *(None if one is None else next(found) for one in leaves), None
+    def backward(
+        ctx: Any, gradient: Tensor | None, for_final: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        queries, keys, values, sums, initial = ctx.saved_tensors
+        parts, ends = ctx.parts, ctx.ends
+        q, k = (of_heads(one, values.shape[2]) for one in (queries, keys))
+        gradient = torch.zeros_like(values) if gradient is None else gradient.contiguous()
+        common = {**ends, "do": gradient, "g": sums, "scale": 1.0}
+        common |= {"chunk_size": CHUNK, "state_v_first": True}
+        before, _ = states(parts, k, values, sums, initial, ends)
+        for_before, for_initial = parts.for_states(
+            q=q, k=k, v=values, h0=initial, dht=for_final, states_in_fp32=False, **common
+        )
+        common["dh"] = for_before
+        for_q, for_k, _, for_sums = parts.for_inputs(q=q, k=k, v=values, h=before, **common)
+        for_values = parts.for_values(q=q, k=k, **common)
+        for_decays = parts.sums(for_sums, chunk_size=CHUNK, reverse=True, **ends)
+        groups = queries.shape[2]
+        for_queries, for_keys = (one.unflatten(2, (groups, -1)).sum(3) for one in (for_q, for_k))
+        return None, for_queries, for_keys, for_values, for_decays, for_initial, None, None
 
 
-def attend(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    queries: Tensor,
+def of_heads(groups: Tensor, heads: int) -> Tensor:
+    """Return for each head what its group has: [1, T, G, N] -> [1, T, H, N]."""
+    each = groups[:, :, :, None].expand(-1, -1, -1, heads // groups.shape[2], -1)
+    return each.flatten(2, 3).contiguous()
+
+
+def states(
+    parts: Parts,
     keys: Tensor,
     values: Tensor,
-    decays: Tensor,
-    initial_states: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output [1, T, H, P] and the final states for `values` [1, T, H, P]."""
-    heads = values.shape[2]
-    queries, keys = (
-        one[:, :, :, None].expand(-1, -1, -1, heads // one.shape[2], -1).flatten(2, 3)
-        for one in (queries, keys)
-    )
-    return run(
-        queries, keys, values, g=decays, scale=1.0, initial_state=initial_states,
-        state_v_first=True, cu_seqlens=cu_seqlens,
+    sums: Tensor,
+    initial: Tensor | None,
+    ends: dict[str, Tensor | None],
+    *,
+    final: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the states before all chunks and the final ones, those only if `final`."""
+    return parts.states(
+        k=keys, v=values, g=sums, h0=initial, output_final_state=final, chunk_size=CHUNK,
+        states_in_fp32=False, state_v_first=True, **ends,
     )  # fmt: skip

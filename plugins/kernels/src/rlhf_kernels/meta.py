@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_kernels.mamba import Parts
+
 
 class MetaAttention(torch.autograd.Function):
     """Fused attention: keeps its inputs, its output and a float per row. With `sums`, gradients are
@@ -133,3 +135,46 @@ class MetaConvolution(torch.autograd.Function):
         held, change = torch.empty_like(states), torch.empty_like(states)
         del held
         return change, torch.empty_like(weight)
+
+
+def _sums(decays: Tensor, **_: Any) -> Tensor:
+    return decays.new_empty(decays.shape, dtype=torch.float32)
+
+
+def _states(
+    *,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+    output_final_state: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    state = (*v.shape[2:], k.shape[-1])
+    before = k.new_empty(1, len(chunk_indices), *state)
+    number = len(cu_seqlens) - 1
+    final = k.new_empty(number, *state, dtype=torch.float32) if output_final_state else None
+    return before, final
+
+
+def _output(*, v: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(v)
+
+
+def _for_states(*, h0: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+    before, _ = _states(**arguments, output_final_state=False)
+    return before, None if h0 is None else torch.empty_like(h0, dtype=torch.float32)
+
+
+def _for_inputs(
+    *, q: Tensor, k: Tensor, g: Tensor, **_: Any
+) -> tuple[Tensor, Tensor, None, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), None, torch.empty_like(g)
+
+
+def _for_values(*, do: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(do)
+
+
+META_PARTS = Parts(_sums, _states, _output, _for_states, _for_inputs, _for_values)
+"""Those of gated linear attention."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rlhf.errors import first_line
 from rlhf_kernels.mamba import by_linear_attention
-from rlhf_kernels.meta import MetaConvolution, MetaScan
+from rlhf_kernels.meta import META_PARTS, MetaConvolution, MetaScan
 from rlhf_kernels.paths import CHUNK, ends_of
 
 AGREEMENT, AGREEMENT_FP32 = 2e-2, 2e-5
@@ -53,16 +53,18 @@ class Library(NamedTuple):
     kept: int = 0
     """Numbers that are kept for each token and head beside inputs and output."""
     form: Callable[..., Any] | None = None
-    """What gives the function, as its first argument, the torch function's arguments and
-    results."""
+    """What computes the torch function's results by what is found, its first argument."""
 
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises ImportError if it is not installed."""
-        run = load(self.module, self.function)
-        return partial(self.form, run) if self.form else run
+        if self.package == FLA:
+            use_tuned_configs()
+        found = load(self.module, self.function)
+        return partial(self.form, found) if self.form else found
 
 
-fla = partial(Library, "flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
+FLA = "flash-linear-attention"
+fla = partial(Library, FLA, "pip install 'rlhf-kernels[fla]'")
 LIBRARIES = {
     "causal_conv1d_fn": Library(
         "triton", "pip install triton", "rlhf_kernels.convolution_triton", "convolve",
@@ -72,16 +74,17 @@ LIBRARIES = {
         "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", kept=CHUNK
     ),
     "chunk_kimi_delta_attention": fla("fla.ops.kda", "chunk_kda", kept=2 * CHUNK),
-    "mamba2_chunk_scan": fla("fla.ops.simple_gla", "chunk_simple_gla", form=by_linear_attention),
+    "mamba2_chunk_scan": fla("rlhf_kernels.fla_parts", "PARTS", form=by_linear_attention),
 }  # fmt: skip
 
 
 @cache
-def load(module: str, function: str) -> Callable[..., Any]:
-    """Return a function of a library, made to ignore the arguments that it does not name."""
-    if module.startswith("fla."):
-        use_tuned_configs()
-    found = getattr(import_module(module), function)
+def load(module: str, name: str) -> Any:
+    """Return what a module has of a library. Functions are made to ignore the arguments that they
+    do not name."""
+    found = getattr(import_module(module), name)
+    if not callable(found):
+        return found
     names = set(inspect.signature(found).parameters)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +144,7 @@ class Scans:
         if on_gpu and self.problem(library, own, args, kwargs, torch.device("cuda")):
             return None
         if library.form:
-            return partial(library.form, rehearsed_attention)
+            return partial(library.form, META_PARTS)
         stand_in = rehearsed_convolution if library.what == "convolutions" else rehearsed
         return partial(stand_in, own, library.kept)
 
@@ -313,28 +316,6 @@ def rehearsed_convolution(
     """Run a library's convolution on the meta device."""
     output: Tensor = MetaConvolution.apply(states, weight)
     return output
-
-
-def rehearsed_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    g: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Run gated linear attention on the meta device."""
-    number = len(cu_seqlens) - 1
-    state = values.new_empty((number, *values.shape[2:], keys.shape[-1]), dtype=torch.float32)
-    # At most one chunk of each segment is not full. Backward has their states in float32.
-    chunks = state.new_empty((values.shape[1] // CHUNK + number, *state.shape[1:]))
-    inputs = [queries, keys, values, g, *([] if initial_state is None else [initial_state])]
-    found: tuple[Tensor, Tensor] = MetaScan.apply(
-        torch.empty_like(values), state, 0, chunks, *inputs
-    )
-    return found
 
 
 def rehearsed(

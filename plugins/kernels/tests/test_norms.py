@@ -156,7 +156,7 @@ def test_norms_that_compute_alike_are_sent_one_probe(monkeypatch: pytest.MonkeyP
             "layers     norms, rotary embedding and gates fused, by Liger 0.8.5 and our own "
             "kernels",
         ),
-        ("GPT-OSS", "layers     norms fused"),
+        ("GPT-OSS", "layers     norms and rotary embedding fused"),
         ("GPT-2", ""),
     ],
 )

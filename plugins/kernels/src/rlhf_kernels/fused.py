@@ -20,6 +20,7 @@ from rlhf_kernels.gates import Product, activation_of, factors, gates_of
 from rlhf_kernels.liger import liger_module
 from rlhf_kernels.meta import MetaGate
 from rlhf_kernels.norms import fuse_norms
+from rlhf_kernels.rotary import Rotation, formula_of
 
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
@@ -59,13 +60,12 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
     if kernels == "none" or not fused_on(device.type):
         return ""
     gates = sum(_fuse_gate(layer, device) for layer in gates_of(decoder))
-    rotary = not not_fusible(decoder.config, device)
-    if rotary and device.type != "meta":
-        _fuse_rotary(decoder)
+    by_liger = not not_fusible(decoder.config, device)
+    rotary = _fuse_rotary(decoder, device, by_liger=by_liger)
     fused = {"norms": fuse_norms(decoder), "rotary embedding": rotary, "gates": gates}
     *others, last = [name for name, number in fused.items() if number] or [""]
     names = f"{', '.join(others)} and {last}" if others else last
-    by = f", by Liger {version('liger-kernel')} and our own kernels" if rotary or gates else ""
+    by = f", by Liger {version('liger-kernel')} and our own kernels" if by_liger or gates else ""
     return f"layers     {names} fused{by}" if names else ""
 
 
@@ -105,11 +105,18 @@ def product_of(layer: Any, device: torch.device) -> Product | None:
     return liger_module("swiglu").LigerSiLUMulFunction.apply
 
 
-def _fuse_rotary(decoder: Any) -> None:
-    """Replace the rotary embedding in the family's module."""
+def _fuse_rotary(decoder: Any, device: torch.device, *, by_liger: bool) -> bool:
+    """Replace the rotary embedding in the family's module, by Liger's or by ours if a kernel
+    computes it; return whether one does."""
     family = vars(sys.modules[type(decoder).__module__])
-    fused = partial(_rotate, liger_module("rope").LigerRopeFunction.apply)
-    family[ROTARY] = Rotary(fused, family[ROTARY])
+    own = family.get(ROTARY)
+    own = own.original if isinstance(own, Rotary) else own
+    if own is None or not (by_liger or formula_of(own, 8, 4) or formula_of(own, 8, 8)):
+        return False
+    if device.type != "meta":
+        fused = partial(_rotate, liger_module("rope").LigerRopeFunction.apply)
+        family[ROTARY] = Rotary(fused if by_liger else Rotation(own), own)
+    return True
 
 
 def _rotate(

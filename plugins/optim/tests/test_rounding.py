@@ -148,6 +148,17 @@ def test_the_kernel_rounds_the_same_update_stochastically(kernel):
             assert float(error) < 0.7 * float((nearest - expected).abs().mean())
 
 
+@pytest.mark.parametrize("shape", [(300,), (3, 100), (0,), (128,)])
+def test_the_kernel_updates_tensors_in_pieces(shape, kernel, monkeypatch):
+    monkeypatch.setattr(kernel, "PIECE", 128)
+    parts = [[torch.full(shape, one).bfloat16() for one in (1, 0, 2, 4)] for _ in range(2)]
+    values = (0.5, 0.5, 1.0, 0.5, 0.0, 1.0)  # Of the weight half is kept, the moments are halved.
+    kernel.update(parts, factor=torch.tensor(1.0), seed=1, coefficients=values)
+    for part in parts:
+        for tensor, value in zip(part, (0.5, 0, 1, 2), strict=True):
+            assert torch.equal(tensor, torch.full_like(tensor, value))
+
+
 def test_the_kernel_changes_nothing_by_a_factor_that_is_not_finite(kernel):
     piece = tuple(torch.randn(300).bfloat16() for _ in range(4))
     kept = [tensor.clone() for tensor in piece]

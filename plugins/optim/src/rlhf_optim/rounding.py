@@ -8,7 +8,7 @@ size (Zamirai et al., arXiv 2010.06192, section 4).
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class RoundedAdamW(Optimizer):
                 if parameter.grad is not None:
                     state = self._advanced(parameter)
                     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                    by_step[state["step"]].append(tuple(tensor.view(-1) for tensor in tensors))
+                    by_step[state["step"]].append(tensors)
             for step, tensors_of_step in by_step.items():
                 update(
                     tensors_of_step,
@@ -86,14 +86,13 @@ def update(
     seed: int,
     coefficients: Sequence[float],
 ) -> None:
-    """Update `(weight, gradient, mean, square)` in place, each flat and bf16."""
+    """Update `(weight, gradient, mean, square)` in place, each contiguous and bf16."""
     device = tensors[0][0].device
     if fused_on(device.type):
         from rlhf_optim import rounding_triton
 
-        pieces = list(_pieces(tensors, rounding_triton.PIECE))
         factor = torch.ones((), device=device) if factor is None else factor
-        rounding_triton.update(pieces, factor=factor, seed=seed, coefficients=coefficients)
+        rounding_triton.update(tensors, factor=factor, seed=seed, coefficients=coefficients)
         return
     by = 1.0 if factor is None else float(factor)
     if math.isnan(by):
@@ -110,13 +109,9 @@ def update(
         for target, value in ((mean, first), (square, second), (weight, new)):
             target.copy_(rounded_(value, generator))
 
-    for piece in _pieces(tensors, CHUNK):
-        move(*piece)
-
-
-def _pieces(tensors: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[tuple[Tensor, ...]]:
     for parts in tensors:
-        yield from zip(*(tensor.split(size) for tensor in parts), strict=True)
+        for piece in zip(*(tensor.view(-1).split(CHUNK) for tensor in parts), strict=True):
+            move(*piece)
 
 
 def rounded_(values: Tensor, generator: torch.Generator | None = None) -> Tensor:

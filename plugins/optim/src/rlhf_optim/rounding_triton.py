@@ -1,7 +1,6 @@
 """The Triton kernel of `RoundedAdamW`: one launch per group, 14 bytes of traffic per weight."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from rlhf.engine import on_device
 
 PIECE = 1 << 28
 """Elements of a piece; the place in it is a 32-bit counter of the random numbers."""
+BYTES = 2
+"""Of an element."""
 BLOCK = 2048
 ROUNDS = tl.constexpr(7)
 """Of Philox (Salmon et al., SC 2011): the smallest number that passes their tests of randomness."""
@@ -21,27 +22,34 @@ ALIGNED = 16
 
 
 def update(
-    pieces: Sequence[tuple[Tensor, ...]],
+    tensors: Sequence[tuple[Tensor, ...]],
     *,
     factor: Tensor,
     seed: int,
     coefficients: Sequence[float],
 ) -> None:
-    """Update pieces of at most PIECE elements, as `rounding.update` does."""
-    device = pieces[0][0].device
-    sizes = [part[0].numel() for part in pieces]
-    blocks = [triton.cdiv(size, BLOCK) for size in sizes]
-    places = [[tensor.data_ptr() for tensor in part] for part in pieces]
-    firsts = accumulate(blocks, initial=0)
-    rows = [[*place, *last] for place, *last in zip(places, sizes, firsts, strict=False)]
+    """Do what `rounding.update` does. The kernel knows the addresses of a piece of each tensor, its
+    size and its first block: making views of them takes the host several times as long."""
+    device = tensors[0][0].device
+    rows: list[list[int]] = []
+    blocks: list[int] = []
+    first = 0
+    for part in tensors:
+        assert all(tensor.is_contiguous() for tensor in part)
+        places, size = [tensor.data_ptr() for tensor in part], part[0].numel()
+        for start in range(0, max(size, 1), PIECE):
+            length = min(PIECE, size - start)
+            rows.append([*(place + BYTES * start for place in places), length, first])
+            blocks.append(-(-length // BLOCK))
+            first += blocks[-1]
     table = on_device(rows, device)
     piece_of = torch.repeat_interleave(
         torch.arange(len(blocks), device=device, dtype=torch.int32),
         on_device(blocks, device),
-        output_size=sum(blocks),
+        output_size=first,
     )
-    aligned = all(place % ALIGNED == 0 for row in places for place in row)
-    _update[(sum(blocks),)](
+    aligned = all(place % ALIGNED == 0 for *places, _, _ in rows for place in places)
+    _update[(first,)](
         table, piece_of, factor, seed, *coefficients, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8
     )
 

@@ -71,17 +71,21 @@ class Sequences(NamedTuple):
     sizes: list[int]
     """The tokens of each group."""
     orders: tuple[Tensor, Tensor] | None
-    """The order of the row's tokens in the groups [T] and its inverse; None if it is the same."""
+    """The order of the row's tokens in the groups [T] and its inverse; None if there is only one
+    group, which has them as they are."""
 
     def divide(self, row: Tensor) -> list[Tensor]:
         """Return what each group has [1, L, ...] of the tokens of a row [T, ...]."""
-        row = Reorder.apply(row, *self.orders) if self.orders else row
-        return [part[None] for part in row.split(self.sizes)]
+        if self.orders is None:
+            return [row[None]]
+        return [part[None] for part in Reorder.apply(row, *self.orders).split(self.sizes)]
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the row of what the groups have."""
-        row = torch.cat([part.squeeze(0) for part in parts])
-        return Reorder.apply(row, *reversed(self.orders)) if self.orders else row
+        rows = [part.squeeze(0) for part in parts]
+        if self.orders is None:
+            return rows[0]
+        return Reorder.apply(torch.cat(rows), *reversed(self.orders))
 
 
 class Reorder(torch.autograd.Function):

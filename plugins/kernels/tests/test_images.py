@@ -14,12 +14,11 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 from rlhf_devkit.waits import Waits
 from rlhf_kernels.image_sizes import Indices, Placeholders, Sizes, with_sizes
 from rlhf_kernels.images import (
-    CROPS,
     FAMILIES,
     MASKS,
     OF_SIZES,
     PLACEHOLDERS,
-    POOLING,
+    REPLACED,
     CheckedOnce,
     add_features,
     join_crops,
@@ -103,6 +102,17 @@ def test_results_of_sizes_are_known_on_the_host(compute: Any) -> None:
     assert found.is_meta
     assert found.dtype == expected.dtype
     assert found.tolist() == expected.tolist()
+
+
+def test_sizes_pass_a_function_of_autograd() -> None:
+    """As DeepSpeed has for the inputs of each module at stage 3."""
+
+    class Passed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Tensor) -> Tensor:
+            return inputs.detach()
+
+    assert Passed.apply(with_sizes(on_meta())).tolist() == GRID.tolist()
 
 
 def test_results_of_sizes_and_other_tensors_are_not_known() -> None:
@@ -262,16 +272,22 @@ def test_tokens_and_features_are_compared_in_every_call(*, videos: bool) -> None
         find(tokens, inputs_embeds=embeddings, image_features=FEATURES[:2])
 
 
+METHODS = {
+    "gemma4": {"_avg_pool_by_positions"},
+    "llava_next": {"pack_image_features"},
+    "llava_onevision": {"pack_image_features"},
+    "qwen3_vl": {"_deepstack_process"},
+    "qwen3_vl_moe": {"_deepstack_process"},
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_have_what_is_replaced(name: str) -> None:
     code = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     replaced = {each for each in vars(code) if each.startswith(OF_SIZES)}
     assert bool(replaced) == (name.startswith(("qwen", "glm")))
     assert (MASKS in vars(code)) == name.startswith("gemma")
-    methods = {
-        each for kind in vars(code).values() for each in (CROPS, POOLING) if hasattr(kind, each)
-    }
-    expected = {"gemma4": {POOLING}, "llava_next": {CROPS}, "llava_onevision": {CROPS}}
-    assert methods == expected.get(name, set())
+    methods = {each for each in REPLACED for kind in vars(code).values() if hasattr(kind, each)}
+    assert methods == METHODS.get(name, set())
     kinds = [each for each in vars(code).values() if hasattr(each, PLACEHOLDERS)]
     assert any(hasattr(kind, FEATURES_OF) for kind in kinds)

@@ -1,7 +1,7 @@
 """Tensors on a device of which the host knows the values, or how many entries they select."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ def one_thread() -> Iterator[None]:
     """Run operators on the CPU in this thread alone. They take microseconds for some ten thousand
     patches, but milliseconds if they wait for threads on cores that are busy, as with the threads
     of the one that packs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def moved(device: torch.device, values: Tensor) -> Tensor:
@@ -44,7 +42,7 @@ READ = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.unbind}
 COMPUTED = {
     Tensor.__floordiv__, Tensor.mul, Tensor.prod, Tensor.sum, Tensor.all, Tensor._is_all_true,
     Tensor.__eq__, Tensor.ne, Tensor.gt, Tensor.le, Tensor.__invert__, Tensor.__getitem__,
-    Tensor.to,
+    Tensor.to, Tensor.detach,
 }  # fmt: skip
 """Functions of sizes whose results the host computes too."""
 

@@ -30,12 +30,6 @@ OF_SIZES = ("get_vision_", "get_max_seqlen")
 """Prefixes of these functions in a family's module."""
 FEATURES, PLACEHOLDERS = "get_image_features", "get_placeholder_mask"
 """Methods that compute features of images, and that find the tokens which stand for them."""
-DEEP = "_deepstack_process"
-"""Method that adds features of images to the hidden states after a layer."""
-CROPS = "pack_image_features"
-"""Method that joins features of an image and of its crops."""
-POOLING = "_avg_pool_by_positions"
-"""Method that pools patches of images by their positions."""
 MASKS = "create_masks_for_vision_model"
 """Function that makes masks of a row whose tokens of images see one another."""
 
@@ -60,12 +54,9 @@ def read_without_waits(modules: Iterable[nn.Module]) -> None:
             read: Any = partial(read_images, own, find)
             read.__signature__ = inspect.signature(own)  # `generate` looks at it.
             methods[FEATURES], methods[PLACEHOLDERS] = read, find
-        if hasattr(module, DEEP) and DEEP not in methods:
-            methods[DEEP] = partial(add_features, getattr(module, DEEP))
-        if hasattr(module, CROPS) and CROPS not in methods:
-            methods[CROPS] = partial(join_crops, getattr(module, CROPS))
-        if hasattr(module, POOLING) and POOLING not in methods:
-            methods[POOLING] = partial(pool_patches, getattr(module, POOLING))
+        for name, function in REPLACED.items():
+            if hasattr(module, name) and name not in methods:
+                methods[name] = partial(function, getattr(module, name))
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,3 +163,11 @@ class PageLocked(TorchFunctionMode):
         device = kwargs.pop("device", None) if func is torch.tensor else None
         result = func(*args, **kwargs)
         return result if device is None else on_device(result, device)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "_avg_pool_by_positions": pool_patches,
+    "_deepstack_process": add_features,
+    "pack_image_features": join_crops,
+}
+"""What replaces other methods of a model and its towers; each gets the model's own first."""

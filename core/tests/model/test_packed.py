@@ -123,3 +123,15 @@ def test_padded_groups_without_images_get_a_copy_of_a_row_with_images() -> None:
     flat = torch.cat([group.tokens.flatten() for group in groups])
     assert torch.equal(flat[back], batch.tokens)
     assert back[7:].tolist() == [14, 15, 16]
+
+
+def test_unfolded_rows_keep_the_sizes_of_their_images_on_the_host() -> None:
+    sizes = [torch.tensor([[2, number]]) for number in (4, 6)]
+    examples = [Example([1], [Answer([2]), Answer([3])], {}, {"sizes": own}) for own in sizes]
+    batch = pack(examples, [0, 1])
+    rows = [[2, 4], [2, 4], [2, 6], [2, 6]]
+    assert not hasattr(unshared(batch)[0].inputs["sizes"], "host")
+    batch = batch.to("cpu")
+    assert unshared(batch)[0].inputs["sizes"].host.tolist() == rows
+    groups, _ = padded_rows(batch, most=4)
+    assert [group.inputs["sizes"].host.tolist() for group in groups] == [rows[:2], rows[2:]]

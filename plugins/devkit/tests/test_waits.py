@@ -35,6 +35,7 @@ WAITING: dict[str, Callable[[], object]] = {
     "copy into": lambda: HELD.clone().copy_(torch.tensor([1, 2, 3])),
     "moved": lambda: torch.tensor([1, 2]).to(DEVICE, non_blocking=True).tolist(),
     "computed of both": lambda: (HELD + torch.tensor([1, 2, 3])).tolist(),
+    "classes": lambda: torch.nn.functional.one_hot(HELD % 1),
     "backward": lambda: gradient(lambda x: x.masked_scatter(HELD > 1, x[:2] * 2)),
 }  # fmt: skip
 OTHERS: dict[str, Callable[[], object]] = {
@@ -48,6 +49,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     "known length": lambda: HELD.repeat_interleave(HELD, output_size=6),
     "choice": lambda: torch.where(HELD > 1, HELD, 0),
     "filled": lambda: HELD.masked_fill(HELD > 1, 0),
+    "known classes": lambda: torch.nn.functional.one_hot(HELD, 4),
     "backward": lambda: gradient(lambda x: x.index_select(0, HELD % 3) * 2),
 }
 

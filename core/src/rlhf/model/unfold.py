@@ -56,8 +56,10 @@ def inputs_at(
             continue
         ends = [0, *accumulate(batch.input_rows[name])]
         parts = [range(ends[part], ends[part + 1]) for branch in segments for part in branch]
-        rows = [row for part in parts for row in part]
-        inputs[name] = value[on_device(torch.tensor(rows, dtype=torch.long), value.device)]
+        rows = torch.tensor([row for part in parts for row in part], dtype=torch.long)
+        inputs[name] = value[on_device(rows, value.device)]
+        if hasattr(value, "host"):
+            inputs[name].host = value.host[rows]
     return inputs
 
 
@@ -133,10 +135,8 @@ def padded_rows(batch: PackedBatch, *, most: int) -> tuple[list[Rows], Tensor]:
         rows = [branches[number] for number in (*group, *copies)]
         longest = max(map(len, rows))
         fill = [[padding] if batch.inputs else row[:1] for row in rows]
-        places = on_device(
-            [row + own * (longest - len(row)) for row, own in zip(rows, fill, strict=True)],
-            batch.tokens.device,
-        )
+        filled = [row + own * (longest - len(row)) for row, own in zip(rows, fill, strict=True)]
+        places = on_device(filled, batch.tokens.device)
         own = [segments[number] for number in (*group, *copies)] if batch.inputs else []
         groups.append(Rows(batch.tokens[places], inputs_at(batch, places, own)))
         order += rows[: len(group)] + [[] for _ in copies]

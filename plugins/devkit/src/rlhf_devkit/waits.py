@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -115,7 +116,10 @@ class _Functions(TorchFunctionMode):
             moved = moved.clone() if moved is args[0] else moved
             waits.place(moved, on_host=False)
             return moved
+        num_found = len(waits.found)
         result = func(*args, **kwargs)
+        if func is one_hot:  # It checks classes on the CPU only, but may have to count them.
+            del waits.found[num_found + (len(args) == 1 and "num_classes" not in kwargs) :]
         on_host = kwargs.get("device") in (None, HOST)
         if func in MADE:
             waits.place(result, on_host=on_host)

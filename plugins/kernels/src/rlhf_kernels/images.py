@@ -8,29 +8,30 @@ number is that of the features, so their places are found on the device.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from rlhf.engine import on_device
+from rlhf_kernels.image_sizes import Indices, Placeholders, Sizes, moved, one_thread, with_sizes
 
 FAMILIES = (
     "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "llava",
-    "internvl",
+    "internvl", "gemma3", "gemma4", "mistral3", "lfm2_vl", "llava_next", "llava_onevision",
 )  # fmt: skip
-"""Families whose towers read sizes only in functions that this file replaces, if they have any."""
+"""Families in which only what this file replaces makes the host wait, if they have it."""
 CODE = {f"transformers.models.{name}.modeling_{name}" for name in FAMILIES}
 OF_SIZES = ("get_vision_", "get_max_seqlen")
 """Prefixes of these functions in a family's module."""
 FEATURES, PLACEHOLDERS = "get_image_features", "get_placeholder_mask"
 """Methods that compute features of images, and that find the tokens which stand for them."""
-DEEP = "_deepstack_process"
-"""Method that adds features of images to the hidden states after a layer."""
+MASKS = "create_masks_for_vision_model"
+"""Function that makes masks of a row whose tokens of images see one another."""
 
 
 def read_without_waits(modules: Iterable[nn.Module]) -> None:
@@ -42,19 +43,20 @@ def read_without_waits(modules: Iterable[nn.Module]) -> None:
         for name in [name for name in family if name.startswith(OF_SIZES)]:
             if family[name].__module__ != __name__:
                 family[name] = on_host(family[name])
+        if MASKS in family and family[MASKS].__module__ != __name__:
+            family[MASKS] = of_one_sequence(family[MASKS])
     for module in modules:
         methods = vars(module)
         if hasattr(module, PLACEHOLDERS) and PLACEHOLDERS not in methods:
             own = getattr(module, FEATURES)
-            read: Any = partial(read_images, own)
-            read.__signature__ = inspect.signature(own)  # `generate` looks at it.
-            methods[FEATURES] = read
             config: Any = module.config
-            methods[PLACEHOLDERS] = CheckedOnce(
-                getattr(module, PLACEHOLDERS), config.image_token_id
-            )
-        if hasattr(module, DEEP) and DEEP not in methods:
-            methods[DEEP] = partial(add_features, getattr(module, DEEP))
+            find = CheckedOnce(getattr(module, PLACEHOLDERS), config.image_token_id)
+            read: Any = partial(read_images, own, find)
+            read.__signature__ = inspect.signature(own)  # `generate` looks at it.
+            methods[FEATURES], methods[PLACEHOLDERS] = read, find
+        for name, function in REPLACED.items():
+            if hasattr(module, name) and name not in methods:
+                methods[name] = partial(function, getattr(module, name))
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,57 +74,22 @@ def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run operators on the CPU in this thread alone. They take microseconds for some ten thousand
-    patches, but milliseconds if they wait for threads on cores that are busy, as with the threads
-    of the one that packs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def of_one_sequence(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of masks that does not search positions for the ends of sequences, as it
+    does for rows without a mask and a cache: such a row is one sequence here."""
+
+    def made(**kwargs: Any) -> Any:
+        return function(**{**kwargs, **dict.fromkeys(kwargs.keys() & {"position_ids"})})
+
+    return made
 
 
-def moved(device: torch.device, values: Tensor) -> Tensor:
-    """Return `values` of the host on a device, with themselves as `host`."""
-    result: Any = on_device(values, device).detach()
-    result.host = values
-    return result
-
-
-def read_images(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def read_images(own: Callable[..., Any], find: "CheckedOnce", *args: Any, **kwargs: Any) -> Any:
     """Return a model's features of images, which `own` splits into those of each image."""
     named = {name: with_sizes(value) for name, value in kwargs.items()}
-    return own(*map(with_sizes, args), **named)
-
-
-def with_sizes(value: Any) -> Any:
-    """Return sizes that are on the host too as `Sizes`, other arguments as they are."""
-    if not hasattr(value, "host"):
-        return value
-    sizes = value.as_subclass(Sizes)
-    sizes.host = value.host
-    return sizes
-
-
-class Sizes(Tensor):
-    """Sizes of images on a device, with their values on the `host`."""
-
-    host: Tensor
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = isinstance(args[0], cls)
-        if func is Tensor.tolist and known:
-            return args[0].host.tolist()
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs or {})
-        if func in (Tensor.prod, Tensor.__floordiv__) and known:
-            result = result.as_subclass(cls)
-            result.host = func(args[0].host, *args[1:], **kwargs or {})
-        return result
+    features = own(*map(with_sizes, args), **named)
+    find.select(features)
+    return features
 
 
 class CheckedOnce:
@@ -134,59 +101,42 @@ class CheckedOnce:
         self.token = token
         self.returns_two: bool | None = None
         """Whether `own` also returns a mask of videos; None before the first call."""
+        self.later: Placeholders | None = None
+        """A mask that was found before the features were computed."""
 
-    def __call__(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor,
-        image_features: Tensor | None = None,
-        **videos: Any,
-    ) -> Any:
-        if input_ids is None or image_features is None or videos or self.returns_two is None:
-            masks = self.own(
-                input_ids, inputs_embeds=inputs_embeds, image_features=image_features, **videos
-            )
+    def __call__(self, input_ids: Tensor | None, inputs_embeds: Any, **features: Any) -> Any:
+        images, first = features.get("image_features"), self.returns_two is None
+        if first or input_ids is None or images is None or len(features) > 1:
+            masks = self.own(input_ids, inputs_embeds=inputs_embeds, **features)
             self.returns_two = isinstance(masks, tuple)
+            if not features and not first:
+                self.later = masks[0].as_subclass(Placeholders)
+                return (self.later, *masks[1:])
             return masks
-        mask = input_ids == self.token
-        number = image_features.numel() // inputs_embeds.shape[-1]
-        torch._assert_async(
-            mask.sum() == number,
-            "the tokens that stand for images are not as many as their features",
-        )
-        placeholders = Placeholders.of(mask[..., None], number)
+        number = images.numel() // inputs_embeds.shape[-1]
+        placeholders = Placeholders.of(input_ids == self.token, number)[..., None]
         return (placeholders, None) if self.returns_two else placeholders
 
+    def select(self, features: Any) -> None:
+        """Note for a mask how many features there are."""
+        if self.later is not None:
+            rows = features.pooler_output
+            self.later.find(len(rows) if isinstance(rows, Tensor) else sum(map(len, rows)))
+        self.later = None
 
-VIEWS = {Tensor.__getitem__, Tensor.to}
 
-
-class Placeholders(Tensor):
-    """The mask [B, T, 1] or [B, T] of tokens that stand for images, with their `places` [N] in the
-    B * T tokens."""
-
-    places: Tensor
-
-    @classmethod
-    def of(cls, mask: Tensor, number: int) -> "Placeholders":
-        """Return the mask [B, T, 1] of so many tokens."""
-        order = mask[..., 0].flatten().byte().argsort(descending=True, stable=True)
-        result = mask.as_subclass(cls)
-        result.places = order[:number]
-        return result
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.masked_scatter and isinstance(args[1], cls):
-            row, mask, features = args
-            rows, features = row.flatten(0, 1), features.reshape(-1, row.shape[-1])
-            return rows.index_copy(0, mask.places, features).view_as(row)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs or {})
-        if func in VIEWS and isinstance(args[0], cls) and result.shape[:2] == args[0].shape[:2]:
-            places, result = args[0].places, result.as_subclass(cls)
-            result.places = places
-        return result
+def pool_patches(
+    own: Callable[..., Any], states: Tensor, positions: Tensor, length: int
+) -> tuple[Tensor, Any]:
+    """Return pooled states [N, `length`, H] and which of them have patches. Positions are -1 where
+    an image has no patch."""
+    pooled, mask = own(states, positions, length)
+    if isinstance(positions, Sizes):
+        with one_thread():
+            patches = (positions.host != -1).all(-1).sum(-1)
+        number = int((patches // (positions.shape[1] // length)).sum())
+        mask = Indices.of(Placeholders.of(mask, number))
+    return pooled, mask
 
 
 def add_features(
@@ -197,3 +147,27 @@ def add_features(
         return own(hidden_states, mask, features)
     rows, features = hidden_states.flatten(0, 1), features.to(hidden_states)
     return rows.index_add(0, mask.places, features).view_as(hidden_states)
+
+
+def join_crops(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a model's `own` method, which also copies the numbers of features to the device."""
+    with PageLocked():
+        return own(*args, **kwargs)
+
+
+class PageLocked(TorchFunctionMode):
+    """A context in which what `torch.tensor` makes is copied to a device without a wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.pop("device", None) if func is torch.tensor else None
+        result = func(*args, **kwargs)
+        return result if device is None else on_device(result, device)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "_avg_pool_by_positions": pool_patches,
+    "_deepstack_process": add_features,
+    "pack_image_features": join_crops,
+}
+"""What replaces other methods of a model and its towers; each gets the model's own first."""

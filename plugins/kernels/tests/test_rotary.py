@@ -142,6 +142,35 @@ def test_other_arguments_are_left_to_the_family() -> None:
         torch.testing.assert_close(results, own("llama")(*given, **options), rtol=0, atol=0)
 
 
+def test_cos_and_sin_of_one_token_rotate_all_tokens() -> None:
+    query, key, cos, sin = drawn("llama", torch.float32, 2, shared=True)
+    numbers = cos[:, 3:4], sin[:, 3:4]
+    expected = own("llama")(query, key, *numbers)
+    torch.testing.assert_close(Rotation(own("llama"))(query, key, *numbers), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 8), (1, 1, 5, 8), (2, 1, 5, 6)])
+def test_keys_of_other_rows_tokens_or_channels_are_left_to_the_family(shape: Any) -> None:
+    query, _, cos, sin = drawn("llama", torch.float32, 2, shared=False)
+    calls: list[Any] = []
+    rotate = Rotation(own("llama"))
+    rotate.formula(8, 8)
+    rotate.own = lambda *given: calls.append(given)
+    rotate(query, torch.zeros(shape, device=DEVICE), cos, sin)
+    rotate(query, query, cos[:, :4], sin[:, :4])
+    rotate(query, query, cos.expand(2, 5, 8).repeat(2, 1, 1), sin.repeat(2, 1, 1))
+    rotate(query, query, cos, sin[..., :4])
+    assert len(calls) == 4
+
+
+def test_cos_and_sin_that_are_trained_get_gradients() -> None:
+    query, key, cos, sin = drawn("llama", torch.float32, 1, shared=True)
+    cos.requires_grad_()
+    rotated, _ = Rotation(own("llama"))(query.requires_grad_(), key, cos, sin)
+    rotated.sum().backward()
+    assert cos.grad is not None
+
+
 def test_a_family_without_kernels_of_liger_gets_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as code
 

@@ -40,16 +40,17 @@ class Formula(NamedTuple):
         return torch.cat((rotated * cos + sign * rotated[..., other] * sin, rest), -1)
 
 
-def formulas(channels: int, width: int) -> Iterator[Formula]:
-    """Yield what a function may compute of heads of `channels` and `width` numbers."""
+def formulas(width: int) -> Iterator[Formula]:
+    """Yield what a function may compute with cos and sin of `width`."""
     for neighbours, shared in product((False, True), repeat=2):
         yield Formula(width, neighbours, shared)
-        yield from [Formula(2 * width, neighbours, shared)] if shared else []
+        if shared:
+            yield Formula(2 * width, neighbours, shared)
 
 
 def formula_of(rotary: Callable[..., Any], channels: int, width: int) -> Formula | None:
     """Return what `rotary(query, key, cos, sin)` computes of heads of `channels` with cos and sin
-    of `width`, found by calling it; None if it is no rotation of both."""
+    of `width`, found by calling it; None if it is not a rotation of both."""
     draw = torch.Generator("cpu").manual_seed(0)
     shapes = ((1, 2, 3, channels), (1, 1, 3, channels), (1, 3, width), (1, 3, width))
     query, key, cos, sin = (
@@ -57,11 +58,11 @@ def formula_of(rotary: Callable[..., Any], channels: int, width: int) -> Formula
     )
     try:
         found = rotary(query.clone(), key.clone(), cos, sin)
-    except (TypeError, ValueError, RuntimeError, IndexError):  # It takes others.
+    except (TypeError, ValueError, RuntimeError, IndexError):  # It takes other arguments.
         return None
     if not isinstance(found, tuple) or len(found) != 2:
         return None
-    for formula in formulas(channels, width):
+    for formula in formulas(width):
         if formula.rotated <= channels and formula.rotated % 2 == 0:
             expected = [formula(heads, cos, sin) for heads in (query, key)]
             same = partial(torch.allclose, rtol=ACCEPTED, atol=ACCEPTED)
@@ -74,7 +75,8 @@ def formula_of(rotary: Callable[..., Any], channels: int, width: int) -> Formula
 
 
 class Rotation:
-    """A family's rotary embedding by our kernel, where that computes the same."""
+    """A family's rotary embedding: our kernel where that computes the same, else the family's own
+    function."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -85,10 +87,9 @@ class Rotation:
     ) -> Any:
         """Rotate queries [B, H, T, C] and keys by cos and sin [B, T, R]."""
         plain = not rest and options in ({}, {"unsqueeze_dim": 1})
-        same = query.dtype == key.dtype == cos.dtype == sin.dtype
-        if plain and same and query.dim() == key.dim() == 4 and cos.dim() == 3:
+        if plain and fits(query, key, cos, sin):
             formula = self.formula(query.shape[-1], cos.shape[-1])
-            if formula is not None and query.shape[-1] == key.shape[-1]:
+            if formula is not None:
                 from rlhf_kernels.rotary_triton import Rotate
 
                 return Rotate.apply(query, key, cos, sin, formula)
@@ -100,3 +101,18 @@ class Rotation:
         if sizes not in self._formulas:
             self._formulas[sizes] = formula_of(self.own, channels, width)
         return self._formulas[sizes]
+
+
+def fits(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel takes these: queries and keys [B, H, T, C] of the same tokens, cos
+    and sin [B or 1, T, R] without gradients, all of one dtype."""
+    if query.dim() != 4 or key.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    rows, _, tokens, channels = query.shape
+    return (
+        (len(key), *key.shape[2:]) == (rows, tokens, channels)
+        and len(cos) in (1, rows)
+        and cos.shape[1] == tokens
+        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        and not (cos.requires_grad or sin.requires_grad)
+    )

@@ -116,6 +116,7 @@ class LinearAttention(torch.autograd.Function):
         parts, ends = ctx.parts, ctx.ends
         q, k = (of_heads(one, values.shape[2]) for one in (queries, keys))
         gradient = torch.zeros_like(values) if gradient is None else gradient.contiguous()
+        for_final = None if for_final is None else for_final.contiguous()
         common = {**ends, "do": gradient, "g": sums, "scale": 1.0}
         common |= {"chunk_size": CHUNK, "state_v_first": True}
         before, _ = states(parts, k, values, sums, initial, ends)

@@ -102,12 +102,12 @@ def use_tuned_configs() -> None:
     of_nvidia = torch.cuda.is_available() and torch.version.hip is None
     if not of_nvidia or VARIABLES & os.environ.keys():
         return
-    major, minor = torch.cuda.get_device_capability()
-    known = json.loads(TUNED.read_text(encoding="utf-8")).get(f"sm{major}{minor}", {})
     with suppress(ImportError, AttributeError):  # Another version may have no such class.
         tuner: Any = import_module("fla.ops.utils.cache").CachedAutotuner
         if tuner.run.__module__ != __name__:
-            tuner.run = tuned(known, tuner.run)
+            major, minor = torch.cuda.get_device_capability()
+            known = json.loads(TUNED.read_text(encoding="utf-8"))
+            tuner.run = tuned(known.get(f"sm{major}{minor}", {}), tuner.run)
 
 
 def tuned(known: Mapping[str, Any], own: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
 """Fused layers: RMS norms by our kernels and gated activations by the Triton kernels of Liger
-(arXiv 2410.10989), in any family, and in some families the rotary embedding by Liger, too.
+(arXiv 2410.10989), in any family, and the rotary embedding by Liger or by a kernel of ours.
 
 Liger's own functions patch a family's Python module, so that every model in the process changes.
 Here only one model changes, except for the rotary embedding, which is a function of that module.
@@ -26,7 +26,7 @@ FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
     "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3",
 )  # fmt: skip
-"""`model_type`s whose rotary embedding is fused, too, which rotates queries and keys in place: all
+"""`model_type`s whose rotary embedding is Liger's, which rotates queries and keys in place: all
 fused layers of these are compared with their own (`tests/test_fused_cuda.py`)."""
 ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
 """What Liger's gates compute, in the Gemma families (True) and in all others. Liger does not check
@@ -114,9 +114,12 @@ def _fuse_rotary(decoder: Any, device: torch.device, *, by_liger: bool) -> bool:
     if own is None or not (by_liger or formula_of(own, 8, 4) or formula_of(own, 8, 8)):
         return False
     if device.type != "meta":
-        fused = partial(_rotate, liger_module("rope").LigerRopeFunction.apply)
-        family[ROTARY] = Rotary(fused if by_liger else Rotation(own), own)
+        family[ROTARY] = Rotary(_rotary_of_liger() if by_liger else Rotation(own), own)
     return True
+
+
+def _rotary_of_liger() -> Callable[..., Any]:
+    return partial(_rotate, liger_module("rope").LigerRopeFunction.apply)
 
 
 def _rotate(
@@ -130,7 +133,7 @@ def _rotate(
 
 
 class Rotary:
-    """A family's rotary embedding: Liger's for CUDA tensors, the family's own for all others."""
+    """A family's rotary embedding: `fused` for CUDA tensors, the family's own for all others."""
 
     def __init__(self, fused: Callable[..., Any], original: Callable[..., Any]) -> None:
         self.fused = fused

@@ -12,9 +12,9 @@ from rlhf.engine import on_device
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run operators on the CPU in this thread alone. They take microseconds for some ten thousand
-    patches, but milliseconds if they wait for threads on cores that are busy, as with the threads
-    of the one that packs."""
+    """Run operators on the CPU only in this thread. They take microseconds for some ten thousand
+    patches, but milliseconds if they wait for threads on busy cores, as beside the thread that
+    packs."""
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)

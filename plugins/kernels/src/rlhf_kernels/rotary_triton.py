@@ -17,8 +17,8 @@ WARPS = 4
 
 
 class Rotate(torch.autograd.Function):
-    """Queries [B, H, T, C] and keys [B, K, T, C], rotated by cos and sin [B or 1, T, R]. Their
-    heads are adjacent in memory, as projections leave them."""
+    """Queries [B, H, T, C] and keys [B, K, T, C], rotated by cos and sin [B or 1, T, R]. In the
+    results the heads of a token are adjacent in memory, as projections leave them."""
 
     @staticmethod
     def forward(

@@ -22,8 +22,8 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OTHERS = {
-    "clvp", "codegen", "deepseek_v4", "diffusion_gemma", "gemma3n", "gemma4", "gemma4_unified",
-    "gptj", "nanochat",
+    "clvp", "codegen", "deepseek_v4", "diffusion_gemma", "dinov3_vit", "eomt_dinov3", "gemma3n",
+    "gemma4", "gemma4_unified", "gptj", "nanochat", "sapiens2",
 }  # fmt: skip
 """Families whose function takes other arguments, or turns the other way (nanochat)."""
 KINDS = {
@@ -74,6 +74,8 @@ def test_what_is_no_rotation_of_both_is_not_recognised() -> None:
         lambda q, k, cos, sin: llama(q, k, cos, -sin),
         lambda q, k, cos, sin: llama(q, k, 2 * cos, sin),
         lambda q, k: (q, k),
+        # Cos and sin of rows would be those of heads.
+        lambda q, k, cos, sin: llama(q, k, cos, sin, unsqueeze_dim=0),
     ):
         assert formula_of(wrong, 8, 8) is None
 

@@ -52,7 +52,8 @@ def formula_of(rotary: Callable[..., Any], channels: int, width: int) -> Formula
     """Return what `rotary(query, key, cos, sin)` computes of heads of `channels` with cos and sin
     of `width`, found by calling it; None if it is not a rotation of both."""
     draw = torch.Generator("cpu").manual_seed(0)
-    shapes = ((1, 2, 3, channels), (1, 1, 3, channels), (1, 3, width), (1, 3, width))
+    # Numbers of rows, heads and tokens that do not broadcast to one another.
+    shapes = ((2, 3, 5, channels), (2, 1, 5, channels), (2, 5, width), (2, 5, width))
     query, key, cos, sin = (
         torch.randn(shape, generator=draw, device="cpu", dtype=torch.float32) for shape in shapes
     )

@@ -14,8 +14,9 @@ import transformers
 from kernel_models import compiled_for_a_gpu
 from torch import Tensor
 
+from rlhf_devkit.families import FAMILIES
 from rlhf_kernels import fused
-from rlhf_kernels.fused import ROTARY, Rotary, fuse
+from rlhf_kernels.fused import ROTARY, Rotary, calls_rotary, fuse
 from rlhf_kernels.rotary import Formula, Rotation, formula_of
 
 pytest.importorskip("triton")
@@ -191,6 +192,28 @@ def test_a_family_without_kernels_of_liger_gets_ours(monkeypatch: pytest.MonkeyP
     replaced: Any = vars(code)[ROTARY]
     assert isinstance(replaced.fused, Rotation)
     assert replaced.original is own_function
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("Llama", {}, True),
+        ("Qwen3.5", {}, True),
+        ("DeepSeek V3", {}, False),
+        ("DeepSeek V3", {"rope_interleave": False}, True),
+        ("GPT-2", {}, False),
+        ("Nemotron-H", {}, False),
+    ],
+)
+def test_only_a_function_that_layers_call_is_replaced(
+    family: str, options: dict[str, Any], *, expected: bool
+) -> None:
+    config, sizes = FAMILIES[family]
+    with torch.device("meta"):
+        decoder = transformers.AutoModel.from_config(
+            getattr(transformers, config)(**sizes | options)
+        )
+    assert calls_rotary(decoder) == expected
 
 
 def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Liger's own functions patch a family's Python module, so that every model in the
 Here only one model changes, except for the rotary embedding, which is a function of that module.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -111,11 +112,24 @@ def _fuse_rotary(decoder: Any, device: torch.device, *, by_liger: bool) -> bool:
     family = vars(sys.modules[type(decoder).__module__])
     own = family.get(ROTARY)
     own = own.original if isinstance(own, Rotary) else own
-    if own is None or not (by_liger or formula_of(own, 8, 4) or formula_of(own, 8, 8)):
+    if own is None or not calls_rotary(decoder):
+        return False
+    if not (by_liger or formula_of(own, 8, 4) or formula_of(own, 8, 8)):
         return False
     if device.type != "meta":
         family[ROTARY] = Rotary(_rotary_of_liger() if by_liger else Rotation(own), own)
     return True
+
+
+def calls_rotary(decoder: nn.Module) -> bool:
+    """Return whether a decoder's layers call the function `ROTARY` of their family; those of
+    DeepSeek V3 call another one unless its config says otherwise."""
+    config: Any = decoder.config
+    if getattr(config, "rope_interleave", False):
+        return False
+    kinds = {type(part) for part in decoder.modules()}
+    members = [each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)]
+    return any(ROTARY in inspect.unwrap(each).__code__.co_names for each in members)
 
 
 def _rotary_of_liger() -> Callable[..., Any]:

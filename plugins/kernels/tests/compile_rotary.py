@@ -24,7 +24,7 @@ def main() -> None:
         )
         leaves = [one.transpose(1, 2).requires_grad_() for one in (query, key)]
         numbers = torch.empty(2, 1, 200, width, dtype=torch.bfloat16, device="meta")
-        rotated = rotary_triton.Rotate.apply(*leaves, *numbers, formula)
+        rotated = rotary_triton.Rotate.apply(*leaves, *numbers, *formula)
         torch.autograd.grad(rotated, leaves, [torch.empty_like(one) for one in rotated])
 
 

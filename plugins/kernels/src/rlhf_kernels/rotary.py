@@ -93,7 +93,7 @@ class Rotation:
             if formula is not None:
                 from rlhf_kernels.rotary_triton import Rotate
 
-                return Rotate.apply(query, key, cos, sin, formula)
+                return Rotate.apply(query, key, cos, sin, *formula)
         return self.own(query, key, cos, sin, *rest, **options)
 
     def formula(self, channels: int, width: int) -> Formula | None:

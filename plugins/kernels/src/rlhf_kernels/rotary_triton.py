@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.rotary import Formula
-
 WARPS = 4
 
 
@@ -22,41 +20,41 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, formula: Formula
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+        rotated: int, neighbours: bool, shared: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        ctx.formula = formula
-        return rotate(query, key, cos, sin, formula, backward=False)
+        ctx.formula = rotated, neighbours, shared
+        return rotate(query, key, cos, sin, *ctx.formula, backward=False)
 
     @staticmethod
-    def backward(
-        ctx: Any, for_query: Tensor, for_key: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, for_query: Tensor, for_key: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        found = rotate(for_query, for_key, cos, sin, ctx.formula, backward=True)
-        return *found, None, None, None
+        found = rotate(for_query, for_key, cos, sin, *ctx.formula, backward=True)
+        return *found, None, None, None, None, None
 
 
 def rotate(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, formula: Formula, *, backward: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+    rotated: int, neighbours: bool, shared: bool, *, backward: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate queries and keys, or their gradients if `backward`."""
     rows, heads, tokens, channels = query.shape
     query, key = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key))
-    rotated = [
+    results = [
         torch.empty_like(one.transpose(1, 2), memory_format=torch.contiguous_format)
         for one in (query, key)
     ]
     _rotate[(tokens, rows)](
-        query, key, *rotated, cos, sin, *query.stride()[:3], *key.stride()[:3], tokens,
+        query, key, *results, cos, sin, *query.stride()[:3], *key.stride()[:3], tokens,
         0 if len(cos) == 1 else cos.stride(0), HEADS=heads, KEY_HEADS=key.shape[1],
-        CHANNELS=channels, ROTATED=formula.rotated, NUMBERS=cos.shape[-1],
-        NEIGHBOURS=formula.neighbours, SHARED=formula.shared, BACKWARD=backward,
+        CHANNELS=channels, ROTATED=rotated, NUMBERS=cos.shape[-1],
+        NEIGHBOURS=neighbours, SHARED=shared, BACKWARD=backward,
         BLOCK=triton.next_power_of_2(channels), HEADS_BLOCK=triton.next_power_of_2(heads),
         KEY_HEADS_BLOCK=triton.next_power_of_2(key.shape[1]), num_warps=WARPS,
     )  # fmt: skip
-    queries, keys = (one.transpose(1, 2) for one in rotated)
+    queries, keys = (one.transpose(1, 2) for one in results)
     return queries, keys
 
 

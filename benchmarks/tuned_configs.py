@@ -9,6 +9,7 @@ in its cache. This script writes one configuration for each kernel into
 of arguments, each in units of its fastest one.
 """
 
+import argparse
 import json
 import sys
 from collections import defaultdict
@@ -19,12 +20,18 @@ FILE = Path(__file__).parents[1] / "plugins/kernels/src/rlhf_kernels/tuned.json"
 
 
 def main() -> int:
-    cache, device = Path(sys.argv[1]), sys.argv[2]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cache", type=Path, help="of Triton, such as ~/.triton/cache")
+    parser.add_argument("device", help="kind of device, such as sm90")
+    options = parser.parse_args()
+    paths = sorted(options.cache.rglob("*.autotune.json"))
+    if not paths:
+        parser.error(f"{options.cache} has no *.autotune.json: run a hybrid model on a GPU first")
     kernels: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for path in sorted(cache.rglob("*.autotune.json")):
+    for path in paths:
         kernels[path.name.removesuffix(".autotune.json")].append(timed(path))
     found = json.loads(FILE.read_text(encoding="utf-8"))
-    tuned = found.setdefault(device, {})
+    tuned = found.setdefault(options.device, {})
     for kernel, kinds in kernels.items():
         run_in_all = set.intersection(*(set(kind) for kind in kinds))
         best = min(run_in_all, key=lambda config: sum(kind[config] for kind in kinds))

@@ -181,8 +181,11 @@ def test_the_number_of_placeholders_is_read_without_a_wait() -> None:
 def test_a_mask_may_be_found_before_the_features() -> None:
     """As in Gemma 4."""
     embeddings = torch.arange(32.0).view(2, 4, 4)
-    masks = lambda tokens, inputs_embeds: (tokens == 9, tokens == 8)  # noqa: E731
-    find = CheckedOnce(masks, 9)
+
+    def own(input_ids: Tensor, *, inputs_embeds: Any) -> tuple[Tensor, Tensor]:
+        return input_ids == 9, input_ids == 8
+
+    find = CheckedOnce(own, 9)
     output = type("Output", (), {"pooler_output": FEATURES.split([1, 2])})
     results = []
     for _ in range(3):

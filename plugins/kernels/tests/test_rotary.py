@@ -1,5 +1,5 @@
 """Rotary embeddings: those of transformers are recognised, and the Triton kernel, which the
-interpreter runs where there is no accelerator, gives what their own code and autograd give."""
+interpreter runs where there is no accelerator, agrees with their own code and autograd."""
 
 import importlib
 import re

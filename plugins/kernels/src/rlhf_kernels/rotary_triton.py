@@ -82,32 +82,12 @@ def _rotate(
     else:
         s = tl.load(sin + start + at, mask=turned, other=0.0).to(tl.float32)
     s = tl.where(second, s, -s)
-    _heads(
-        query + row * query_row + token * query_token,
-        query_head,
-        queries + (row * tokens + token) * HEADS * CHANNELS,
-        c,
-        s,
-        channel,
-        other,
-        turned,
-        HEADS,
-        CHANNELS,
-        HEADS_BLOCK,
-    )
-    _heads(
-        key + row * key_row + token * key_token,
-        key_head,
-        keys + (row * tokens + token) * KEY_HEADS * CHANNELS,
-        c,
-        s,
-        channel,
-        other,
-        turned,
-        KEY_HEADS,
-        CHANNELS,
-        KEY_HEADS_BLOCK,
-    )
+    query += row * query_row + token * query_token
+    queries += (row * tokens + token) * HEADS * CHANNELS
+    _heads(query, query_head, queries, c, s, channel, other, turned, HEADS, CHANNELS, HEADS_BLOCK)
+    key += row * key_row + token * key_token
+    keys += (row * tokens + token) * KEY_HEADS * CHANNELS
+    _heads(key, key_head, keys, c, s, channel, other, turned, KEY_HEADS, CHANNELS, KEY_HEADS_BLOCK)
 
 
 @triton.jit

@@ -36,6 +36,8 @@ VARIABLES = {"FLA_CACHE_MODE", "FLA_CONFIG_DIR"}
 """What tells flash-linear-attention where configurations of its kernels (tiles, warps) are."""
 TUNED = Path(__file__).with_name("tuned.json")
 """Configurations by kind of device and kernel, by `benchmarks/tuned_configs.py`."""
+OF_FLA = ("fla.", "rlhf_kernels.fla_")
+"""How the modules begin that run flash-linear-attention."""
 INITIAL = {"output_final_state": "initial_state", "return_final_states": "initial_states"}
 """The argument for the initial states, by that which asks for the final ones."""
 Values = Mapping[str, Any]
@@ -57,14 +59,11 @@ class Library(NamedTuple):
 
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises ImportError if it is not installed."""
-        if self.package == FLA:
-            use_tuned_configs()
         found = load(self.module, self.function)
         return partial(self.form, found) if self.form else found
 
 
-FLA = "flash-linear-attention"
-fla = partial(Library, FLA, "pip install 'rlhf-kernels[fla]'")
+fla = partial(Library, "flash-linear-attention", "pip install 'rlhf-kernels[fla]'")
 LIBRARIES = {
     "causal_conv1d_fn": Library(
         "triton", "pip install triton", "rlhf_kernels.convolution_triton", "convolve",
@@ -82,6 +81,8 @@ LIBRARIES = {
 def load(module: str, name: str) -> Any:
     """Return what a module has of a library. Functions are made to ignore the arguments that they
     do not name."""
+    if module.startswith(OF_FLA):
+        use_tuned_configs()
     found = getattr(import_module(module), name)
     if not callable(found):
         return found
@@ -104,7 +105,7 @@ def use_tuned_configs() -> None:
         return
     with suppress(ImportError, AttributeError):  # Another version may have no such class.
         tuner: Any = import_module("fla.ops.utils.cache").CachedAutotuner
-        if tuner.run.__module__ != __name__:
+        if tuner.run.__module__ != __name__:  # Another function may have been loaded before.
             major, minor = torch.cuda.get_device_capability()
             known = json.loads(TUNED.read_text(encoding="utf-8"))
             tuner.run = tuned(known.get(f"sm{major}{minor}", {}), tuner.run)

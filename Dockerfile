@@ -17,6 +17,7 @@ RUN pip install --no-cache-dir \
     /src/plugins/demo \
     /src/plugins/distill \
     /src/plugins/rollouts \
+    /src/plugins/rows \
     /src/plugins/optim \
     /src/plugins/deepspeed \
     /src/plugins/sft \

@@ -70,7 +70,7 @@ def tokenising_rates(tokenizer_path: str, path: Path) -> tuple[float, float]:
     from transformers import AutoTokenizer
 
     from rlhf.data.files import Source
-    from rlhf.data.tokens import Reader
+    from rlhf.data.rows import load_format
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     lines = (gzip.open if path.suffix == ".gz" else open)(path, "rt").readlines()
@@ -90,7 +90,9 @@ def tokenising_rates(tokenizer_path: str, path: Path) -> tuple[float, float]:
             np.arange(len(rows)),
             config.data,
             Demonstrations(Empty(), tokenizer),
-            Reader(tokenizer),
+            load_format("demonstration").open(
+                tokenizer, whole=False, section=Empty(), template="", images=None
+            ),
         )
         gc.freeze()  # As rlhf.data.tokenise does.
         start = time.perf_counter()

@@ -30,8 +30,8 @@ FOR_PLUGINS = (
     *("rollouts", "preview"),
 )
 LIBRARIES = (
-    *("rlhf_demo", "rlhf_distill", "rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
-    "rlhf_devkit",
+    *("rlhf_rows", "rlhf_demo", "rlhf_distill", "rlhf_rollouts.rewards"),
+    *("rlhf_rollouts.reward_models", "rlhf_devkit"),
 )
 PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), *LIBRARIES)
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""

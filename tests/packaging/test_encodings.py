@@ -12,7 +12,8 @@ SOURCES = [*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
 OPENERS = ("open", "fdopen", "TemporaryFile", "NamedTemporaryFile", "read_text", "write_text")
 OTHERS = (
     "os.open", "table.open", "build_opener(*own).open", "TemporaryFile", "distribution.read_text",
-    "reader.open", "Image.open",
+    "reader.open", "Image.open", "images.open", "load_format(trainer.row_format).open",
+    'load_format("demonstration").open',
 )  # fmt: skip
 """Calls that open no text file, and one that has no argument for an encoding."""
 

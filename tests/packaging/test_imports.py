@@ -19,7 +19,9 @@ ROOMS = (
 )
 """The rooms and public modules of core from top to bottom. Each imports only from those below it,
 also for type checkers."""
-WITH_LIBRARY = {"rlhf-demo": "rlhf_demo", "rlhf-rollouts": "rlhf_rollouts.**"}
+WITH_LIBRARY = {
+    "rlhf-demo": "rlhf_demo", "rlhf-rollouts": "rlhf_rollouts.**", "rlhf-rows": "rlhf_rows",
+}  # fmt: skip
 """Distributions with plugins that have a library too, and the modules that others import."""
 WITHOUT_TORCH = "rlhf.hookspecs -> rlhf.engine"
 """The hooks are documented in a module without torch, which names the types of the engine for type
@@ -100,11 +102,22 @@ def test_a_plugin_imports_only_libraries_that_it_declares() -> None:
     assert [each for each in imports_of_libraries() if not each.endswith("rlhf_demo")] == [
         "rlhf_devkit.** -> rlhf_backend_torch",
         "rlhf_devkit.** -> rlhf_rollouts.**",
+        "rlhf_devkit.** -> rlhf_rows",
         "rlhf_plugin_deepspeed.** -> rlhf_optim",
+        "rlhf_plugin_dpo.** -> rlhf_rows",
         "rlhf_plugin_grpo.** -> rlhf_rollouts.**",
+        "rlhf_plugin_ilql.** -> rlhf_rows",
         "rlhf_plugin_kd.** -> rlhf_distill",
         "rlhf_plugin_kd.** -> rlhf_rollouts.**",
+        "rlhf_plugin_kd.** -> rlhf_rows",
+        "rlhf_plugin_kto.** -> rlhf_rows",
         "rlhf_plugin_ppo.** -> rlhf_rollouts.**",
+        "rlhf_plugin_prm.** -> rlhf_rows",
+        "rlhf_plugin_rm.** -> rlhf_rows",
+        "rlhf_plugin_sft.** -> rlhf_rows",
+        "rlhf_rollouts.** -> rlhf_rows",
+        "rlhf_serve.** -> rlhf_rows",
+        "rlhf_vision.** -> rlhf_rows",
     ]
 
 

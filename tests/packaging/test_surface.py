@@ -25,15 +25,16 @@ PUBLIC = tuple(
 )
 DEVKIT = ROOT / "plugins/devkit"
 """Its kits make and watch whole runs, so it may import all of core, of exactly one version."""
-BESIDE_CORE = ROOT / "plugins/kernels/tests"
-"""The tests of kernels hold them against core's own layers, which no plugin sees."""
+BESIDE_CORE = {ROOT / "plugins/kernels/tests", ROOT / "plugins/rows/tests"}
+"""The tests of kernels hold them against core's own layers, and those of row formats read files as
+core does: of this no plugin sees anything."""
 FILES = [
     path
     for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))
-    if not {DEVKIT, BESIDE_CORE} & {*path.parents}
+    if not {DEVKIT, *BESIDE_CORE} & {*path.parents}
 ]
 LIBRARIES = (
-    *("rlhf_demo", "rlhf_devkit", "rlhf_distill"),
+    *("rlhf_demo", "rlhf_devkit", "rlhf_distill", "rlhf_rows"),
     *("rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
 )
 """What distributions of others import beside core."""

@@ -28,7 +28,10 @@ OF_ONE_KIND = [tuple(name for name in KINDS if KINDS[name] == kind) for kind in 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Wheels of ours, by the name of the folder."""
-    names = ("deepspeed", "demo", "devkit", "dpo", "optim", "rollouts", "sft", "tools", "torch")
+    names = (
+        *("deepspeed", "demo", "devkit", "dpo", "optim", "rollouts", "rows", "sft", "tools"),
+        "torch",
+    )
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     return build(tmp_path_factory.mktemp("wheels"), projects)
 

@@ -7,7 +7,7 @@ import pytest
 
 from wheel_sites import PROJECTS, build, make_site, python, required, rlhf, top_level
 
-INSTALLED = ("core", "deepspeed", "demo", "dpo", "kernels", "optim", "tools")
+INSTALLED = ("core", "deepspeed", "demo", "dpo", "kernels", "optim", "rows", "tools")
 """What a user of one trainer installs."""
 
 
@@ -34,7 +34,8 @@ def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
     tools = ["card", "doctor", "inspect", "launch", "plan", "plugins", "push", "report", "runs"]
     demos = ["arithmetic", "base", "equations", "ranked", "sums"]
-    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *tools, *demos])
+    formats = ["demonstration", "preference", "prompt", "unpaired"]
+    assert sorted(names) == sorted(["deepspeed", "dpo", "triton", *tools, *demos, *formats])
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:

@@ -11,7 +11,8 @@ import rlhf_demo
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data.tokenise import prepare
 from rlhf.errors import RLHFError
-from rlhf.trainer import Example, Loss, Trainer, encode
+from rlhf.trainer import Example, Loss, Trainer
+from rlhf_rows import encode
 
 
 class BestAnswer(Trainer):

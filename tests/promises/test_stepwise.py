@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 from word_rows import OfFormat, made, read, refusal, texts, user
 
 from rlhf.errors import RLHFError
-from rlhf.formats import read_row
 from rlhf.trainer import Example, Examples
 from rlhf_demo import base_model_folder
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.stepwise import label_per_token, stepwise
+from rlhf_rows import read_row
 
 STEPS = {"prompt": "say", "completions": ["one two", "three"], "labels": [True, 0.25]}
 MARKED = PRMConfig(separator=";")

@@ -16,15 +16,12 @@ from torch import Tensor
 from rlhf.config.sections import DataEntry, ModelConfig
 from rlhf.data.arrays import blank_arrays
 from rlhf.data.batch import PackedBatch
-from rlhf.data.columns import errors_at, type_name
-from rlhf.data.encode import Encoder, common_prefix
 from rlhf.data.example import Example
 from rlhf.data.files import Source, parse_object
 from rlhf.data.images import Images
 from rlhf.data.order import rounding_on
-from rlhf.data.other_rows import with_our_columns
 from rlhf.data.packing import pack
-from rlhf.data.tokens import Row
+from rlhf.data.rows import Row
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES
@@ -41,14 +38,10 @@ from rlhf.registry.installed import find
 
 __all__ = [
     "Scorer",
-    "adds_bos",
-    "common_prefix",
-    "errors_at",
     "open_scorer",
     "parse_object",
     "parts_of",
     "read_rows",
-    "type_name",
 ]
 
 MAX_TOKENS = 8192
@@ -204,16 +197,10 @@ def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
 
 
 def read_rows(path: str, format: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the columns of each row of a file, a folder or a data set on the hub, in
-    a row format. Raises RLHFError for rows that cannot be read."""
+    """Yield the place and the columns of each row of a file, a folder or a data set on the hub, or
+    of a demo in a row format. Raises RLHFError for rows that cannot be read."""
     source = Source(DataEntry(path=path), "eval", format)
     with tempfile.TemporaryDirectory() as scratch:
         rows = source.read(Path(scratch))
         for number in range(len(rows)):
-            where, row = source.row(rows[number], number)
-            yield where, with_our_columns(row)
-
-
-def adds_bos(tokenizer: Any) -> bool:
-    """Return whether a tokenizer puts BOS before a text."""
-    return Encoder(tokenizer).bos is not None
+            yield source.row(rows[number], number)

@@ -18,7 +18,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.packing import prompt_inputs, with_answers
-from rlhf.data.tokens import Row, encode
+from rlhf.data.rows import Row
 from rlhf.engine import Engine, ModelShape, Readout
 from rlhf.registry.imports import load_user_object
 
@@ -40,7 +40,6 @@ __all__ = [
     "Term",
     "Trainer",
     "answer_seeds",
-    "encode",
     "load_user_object",
     "prompt_inputs",
     "with_answers",

@@ -1,17 +1,12 @@
 """What core does with rows that have images: it asks a plugin, and keeps inputs as arrays."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import tokenizer_of
 from numbered_words import examples_of, write_lines
 
-from rlhf.data.chat import ChatTemplate
 from rlhf.data.example import Answer, Example
-from rlhf.data.images import has_images
 from rlhf.data.trees import KEPT, TreeFile, open_files, to_table, tree, write
 from rlhf.errors import RLHFError
 from rlhf.registry.installed import NotInstalled
@@ -80,27 +75,6 @@ def test_a_chunk_ends_before_its_images_are_too_large(
     assert (file.input_bytes > 0).tolist() == [False] * 20 + [True] * 4
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"image": "a.png"}, True),
-        ({"images": [{"bytes": b"x"}]}, True),
-        ({"images": [], "image": None, "text": "<image>"}, False),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, True),
-        ({"conversations": [{"from": "human", "value": [{"type": "image_url"}]}]}, True),
-        ({"answers": [[{"role": "user", "content": [{"type": "input_image"}]}]]}, True),
-        ({"messages": [{"role": "user", "content": [{"image": "a.png"}, {"text": "a"}]}]}, True),
-        ({"messages": '[{"role": "user", "content": [{"type": "image"}]}]'}, True),
-        ({"messages": '[{"role": "user", "content": "an \\"image\\""}]'}, False),
-        ({"messages": '[{"image": no JSON'}, False),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, False),
-        ({"tools": [{"type": "image"}], "messages": [{"role": "user", "content": "a"}]}, False),
-    ],
-)
-def test_images_are_found_in_columns_and_parts(row: Mapping[str, Any], expected: bool) -> None:
-    assert has_images(row) is expected
-
-
 def test_without_the_plugin_a_row_with_images_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,22 +90,3 @@ def test_without_the_plugin_a_row_with_images_names_it(
         "`pip install rlhf-vision`"
     )
     assert len(examples_of(write_lines(tmp_path / "text.jsonl", [{"text": "w1"}])))
-
-
-TEXT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PARTS = "m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
-
-
-def test_a_template_that_renders_only_parts_gets_text_as_a_part() -> None:
-    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    texts = []
-    for content in ("m.content", PARTS):
-        chat = ChatTemplate(tokenizer_of("bytes", TEXT.replace("CONTENT", content)))
-        texts.append(chat.render(talk, first=0, tools=None, keywords={}))
-        assert chat.prompt(talk[:1], tools=None, keywords={}).endswith(
-            "one<|im_end|>\n<|im_start|>assistant\n"
-        )
-    assert texts[0] == texts[1]

@@ -9,8 +9,8 @@ from numbered_words import Demonstrations, Raw, examples_of, write_lines
 
 from rlhf.config.sections import DataEntry
 from rlhf.data.example import Answer, Example
-from rlhf.data.tokens import encode
 from rlhf.errors import RLHFError
+from rlhf_rows import encode
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -6,10 +6,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf.errors import RLHFError
-from rlhf.formats import read_row
 from rlhf.trainer import Row
 from rlhf_demo import base_model_folder
 from rlhf_plugin_ilql.rewarded import rewarded
+from rlhf_rows import read_row
 
 TOKENIZER = AutoTokenizer.from_pretrained(base_model_folder())
 

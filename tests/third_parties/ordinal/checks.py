@@ -8,9 +8,9 @@ from rlhf_trainer_ordinal.trainer import log_likelihood
 from transformers import AutoTokenizer
 
 from rlhf.errors import RLHFError
-from rlhf.formats import read_row
 from rlhf_demo import base_model_folder, rows
 from rlhf_devkit import TrainerConformance
+from rlhf_rows import read_row
 
 
 class TestOrdinal(TrainerConformance):

@@ -5,10 +5,20 @@ from functools import partial
 from typing import Any
 
 from rlhf.errors import RLHFError
-from rlhf.formats import Columns, Reader, Unencoded, has, join_paths, missing_columns, render_text
 from rlhf_demo import Problem
+from rlhf_rows import (
+    Columns,
+    Reader,
+    Unencoded,
+    has,
+    join_paths,
+    missing_columns,
+    render_text,
+    row_format,
+)
 
 
+@row_format
 def rated(row: Columns, reader: Reader) -> list[Unencoded]:
     if not has(row, "text", "reply", "rating"):
         raise missing_columns(row, "`text`, `reply` and `rating`")

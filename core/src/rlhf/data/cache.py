@@ -10,15 +10,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import attrs
 from filelock import FileLock
 
-from rlhf.data.formats import find_format
 from rlhf.folder.disk import sha256, writing
 from rlhf.launch.signals import PARENT
+from rlhf.registry.imports import load_record
+from rlhf.registry.installed import find, installed
 
 POLL_SECONDS = 0.2
 DIGESTS = "digests.json"
@@ -125,15 +127,16 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _sources(trainer: Any) -> list[str]:
-    """Return digests of the packages of the trainer's classes and of its row format, and of core's
-    data room.
+    """Return digests of the packages of the trainer's classes and of all row formats, since a
+    trainer without one may encode rows with them, and of core's data room.
 
     A helper module may decide what `example` returns as much as the trainer's own, so the whole
     top-level package counts, or all Python files in the folder of a single one.
     """
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
+    names |= {plugin.value.partition(":")[0] for plugin in installed() if plugin.kind == "format"}
     if trainer.row_format is not None:
-        names.add(find_format(trainer.row_format).__module__)
+        names.add(load_record(find("format", trainer.row_format)).read.partition(":")[0])
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
     core = {name for name in names if name.startswith("rlhf.")}
     return [module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]
@@ -141,11 +144,12 @@ def _sources(trainer: Any) -> list[str]:
 
 def module_digest(name: str) -> str:
     """Return a digest of the Python files of a package, or of those in the folder of a module; the
-    module's name if it has no file."""
-    module = sys.modules.get(name)
-    if packages := getattr(module, "__path__", None):
+    module's name if it has no file. Nothing is imported."""
+    module: Any = sys.modules.get(name) or find_spec(name)
+    packages = getattr(module, "__path__", getattr(module, "submodule_search_locations", None))
+    if packages:
         return "".join(_python_digest(Path(path), "**/*.py") for path in packages) or name
-    file = getattr(module, "__file__", None)
+    file = getattr(module, "__file__", getattr(module, "origin", None))
     return _python_digest(Path(file).parent, "*.py") if file else name
 
 

@@ -17,14 +17,9 @@ from rlhf.config.sections import ModelConfig
 from rlhf.config.source_names import DEMO
 from rlhf.data.columns import Columns
 from rlhf.data.example import Example
-from rlhf.data.tokens import Unencoded
 from rlhf.errors import RLHFError
 from rlhf.registry.imports import demo_plugin, load_object, load_record
 from rlhf.registry.installed import NotInstalled, find
-
-COLUMNS = ("image", "images")
-PARTS = ("image", "image_url", "input_image")
-"""Types of the parts of a message that are an image."""
 
 
 class BadImage(RLHFError):
@@ -35,20 +30,6 @@ class BadImage(RLHFError):
         """`files` are those of the row that were read, as `TreeImages.files`."""
         super().__init__(message)
         self.files = dict(files or {})
-
-
-@documented
-class RowImages(Protocol):
-    """The images of one row."""
-
-    row: dict[str, Any]
-    """The row without its images: where they stand, messages have a part `{"type": "image",
-    "image": N}` with the number of the image in the row, from 0."""
-
-    def expand(self, unencoded: Unencoded) -> Unencoded:
-        """Return what the row format made of `row`, with as many placeholders in its texts as the
-        model computes features of each image, and with an object of `TreeImages` as `images` of the
-        `Row` that it becomes."""
 
 
 @documented
@@ -81,9 +62,9 @@ class ImageReader(Protocol):
     feature: int
     """The token that stands for one feature of an image."""
 
-    def open(self, row: Columns, folder: Path | None) -> RowImages:
-        """Return the images of a row as it was read; relative paths begin at `folder`. With None no
-        file is read, as in the row of a stranger. Raises BadImage."""
+    def open(self, row: Columns, folder: Path | None) -> Any:
+        """Return the `rlhf_rows.RowImages` of a row as it was read; relative paths begin at
+        `folder`. With None no file is read, as in the row of a stranger. Raises BadImage."""
 
     def file_digest(self, path: str, folder: Path, known: str = "") -> str:
         """Return the present digest of a file of `TreeImages.files`, which was `known`."""
@@ -113,9 +94,9 @@ class Images:
         made: ImageReader = load_object(load_record(plugin).reader, plugin)(model, self.tokenizer)
         return made
 
-    def of(self, row: Columns) -> RowImages | None:
-        """Return the images of a row, None if it has none."""
-        return self.reader.open(row, self.folder) if has_images(row) else None
+    def open(self, row: Columns) -> Any:
+        """Return the images of a row, which has some."""
+        return self.reader.open(row, self.folder)
 
     def changes(self, digest: str, files: Mapping[str, str], newest: Path) -> dict[str, Any]:
         """Return the present digests of the reader and of the content of files if they are not
@@ -133,25 +114,3 @@ class Images:
         was, contents = ({p: d.partition(":")[0] for p, d in it.items()} for it in (files, now))
         same = contents == was and self.reader.digest == digest
         return {} if same else {"reader": self.reader.digest, "files": contents}
-
-
-def has_images(row: Columns) -> bool:
-    """Return whether a row has images: in a column, or as parts of its messages."""
-    return any(row.get(name) for name in COLUMNS) or any(map(_has_part, row.values()))
-
-
-def _has_part(value: Any) -> bool:
-    """Return whether a column of messages, perhaps as JSON, or of answers that are messages, has an
-    image."""
-    if isinstance(value, str) and value.lstrip().startswith("[{") and '"image' in value:
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return False
-    if isinstance(value, Mapping):
-        content = value.get("content", value.get("value"))
-        parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-        mappings = [part for part in parts if isinstance(part, Mapping)]
-        # Qwen's parts of images have no type.
-        return any((p.get("type") or (p.get("image") and "image")) in PARTS for p in mappings)
-    return isinstance(value, list) and any(map(_has_part, value))

@@ -16,10 +16,9 @@ from rlhf.data import trees
 from rlhf.data.columns import Columns, OwnRow, errors_at
 from rlhf.data.example import Answer, Example, ExampleMaker, longest_path
 from rlhf.data.files import Source
-from rlhf.data.formats import read_rows
 from rlhf.data.images import BadImage, TreeImages
 from rlhf.data.packing import PER_EXAMPLE, PER_TOKEN, kind_of, num_labels, num_predictions
-from rlhf.data.tokens import Reader, Row
+from rlhf.data.rows import Row, RowReader
 from rlhf.errors import RLHFError, counted
 
 
@@ -31,7 +30,8 @@ class RowsToTrees:
     numbers: NDArray[np.int64]
     data: DataConfig
     trainer: ExampleMaker
-    reader: Reader
+    reader: RowReader | None
+    """Of the trainer's row format, if it names one."""
 
     def __call__(self, table: pa.Table, indices: Sequence[int]) -> pa.Table:
         numbers = [int(self.numbers[index]) for index in indices]
@@ -39,9 +39,8 @@ class RowsToTrees:
         raw = [self.source.row(row, number) for row, number in zip(columns, numbers, strict=True)]
         rows: Sequence[Sequence[Any]] = [[OwnRow(row)] for _, row in raw]
         bad: dict[int, BadImage] = {}
-        if self.trainer.row_format is not None:
-            drops = self.data.bad_images == "drop"
-            rows = read_rows(self.trainer.row_format, raw, self.reader, bad if drops else None)
+        if self.reader is not None:
+            rows = self.reader.read(raw, bad if self.data.bad_images == "drop" else None)
         out, call = [], f"{type(self.trainer).__name__}.example()"
         for index, (made, number, read) in enumerate(zip(rows, numbers, columns, strict=True)):
             origin = {"row": number, "place": self.source.place(read, number)}

@@ -29,7 +29,7 @@ from rlhf.data.files import Source
 from rlhf.data.folders import quiet
 from rlhf.data.images import Images
 from rlhf.data.mapping import RowsToTrees
-from rlhf.data.tokens import Reader
+from rlhf.data.rows import RowReader, load_format
 from rlhf.errors import RLHFError
 from rlhf.launch.caches import cache_root
 
@@ -146,9 +146,13 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
     return np.concatenate([np.tile(np.arange(count), whole), extra])
 
 
-def _reader(trainer: ExampleMaker, tokenizer: Any, data: DataConfig, images: Images) -> Reader:
-    """Return a reader of the trainer's rows."""
-    return Reader(
+def _reader(
+    trainer: ExampleMaker, tokenizer: Any, data: DataConfig, images: Images
+) -> RowReader | None:
+    """Return a reader of the trainer's row format, if it names one."""
+    if trainer.row_format is None:
+        return None
+    return load_format(trainer.row_format).open(
         tokenizer, whole=trainer.renders_whole, section=trainer.config,
         template=data.chat_template or "", images=images,
     )  # fmt: skip

@@ -15,9 +15,9 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from rlhf.data.repeatable import without_day
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
+from rlhf.model.day import without_day
 from rlhf.model.dropout import published_config
 from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.parts import has_adapter, unwrapped

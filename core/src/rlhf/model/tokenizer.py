@@ -3,7 +3,8 @@
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
-from rlhf.data.chat import ChatTemplate
-from rlhf.data.repeatable import with_day
+from rlhf.data.turns import in_parts, special_tokens, turn_ending
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import needs_code, resolved, saved_config, untrusted
+from rlhf.model.day import with_day
 from rlhf.model.stored import TEMPLATES, TOKENIZER, damaged_file, model_folder
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8")
@@ -161,8 +162,18 @@ def turn_end(tokenizer: Any) -> int | None:
     """Return the special token that the chat template writes after any assistant's message."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    token = ChatTemplate(tokenizer).turn_end
-    return None if token is None else int(tokenizer.convert_tokens_to_ids(token))
+    ending = turn_ending(lambda messages: _rendered(tokenizer, messages), special_tokens(tokenizer))
+    return int(tokenizer.convert_tokens_to_ids(ending[1].group())) if ending else None
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a conversation as text; None if the template refuses it, or drops its last turn."""
+    for shaped in (messages, list(map(in_parts, messages))):
+        with suppress(Exception):  # A template is a program of its author.
+            text: str = tokenizer.apply_chat_template(shaped, tokenize=False)
+            if messages[-1]["content"] in text:
+                return text
+    return None
 
 
 def limit_waits() -> None:

@@ -38,12 +38,9 @@ CORE_COMMANDS = {
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
 """Core's sections and the flags of `rlhf run`."""
-IN_CORE: Mapping[str, Collection[str]] = {
-    "command": CORE_COMMANDS,
-    "format": ("demonstration", "preference", "prompt", "unpaired"),
-}
-"""What core has itself, by kind of plugin."""
-RESERVED: Mapping[str, Collection[str]] = dict.fromkeys(WITH_SECTION, SECTIONS) | dict(IN_CORE)
+RESERVED: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(WITH_SECTION, SECTIONS), "command": CORE_COMMANDS,
+}  # fmt: skip
 """The names that no other distribution may use, by kind of plugin."""
 
 
@@ -204,7 +201,7 @@ def _ambiguity(rows: list[Installed]) -> str | None:
 def _not_installed(kind: str, name: str) -> str:
     """Suggest an installation only for our own plugins: a typo must not install a stranger's."""
     rows = [row for row in installed() if row.kind == kind]
-    here = {each: each for each in IN_CORE.get(kind, ())}
+    here = {each: each for each in CORE_COMMANDS if kind == "command"}
     here |= {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []

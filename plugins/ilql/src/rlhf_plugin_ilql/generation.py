@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import exported_extra, exported_model
-from rlhf.trainer import encode
 from rlhf_plugin_ilql.heads import Q_NAMES, TARGET, inner_layer, value_of
+from rlhf_rows import encode
 
 # The mask says what is padding, so that no token has to stand for it.
 left_padded = partial(pad_sequence, batch_first=True, padding_side="left")

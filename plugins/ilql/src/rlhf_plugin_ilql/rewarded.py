@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from rlhf.errors import RLHFError, counted
-from rlhf.formats import (
+from rlhf_rows import (
     Columns,
     Reader,
     Rendered,
@@ -25,6 +25,7 @@ from rlhf.formats import (
     missing_columns,
     render_answers,
     render_text,
+    row_format,
     shown,
     type_name,
 )
@@ -33,6 +34,7 @@ LARGEST = 1e18
 """Squares of rewards up to it are far inside the range of float32."""
 
 
+@row_format
 def rewarded(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read the rows that the module describes."""
     if has(row, "sample", "reward"):

@@ -33,7 +33,8 @@ from functools import partial
 from typing import Any
 
 from rlhf.errors import RLHFError, counted
-from rlhf.formats import (
+from rlhf_plugin_prm.config import PRMConfig
+from rlhf_rows import (
     Answer,
     Columns,
     Encoded,
@@ -45,12 +46,13 @@ from rlhf.formats import (
     missing_columns,
     read_row,
     render_prompt,
+    row_format,
     shown,
     type_name,
 )
-from rlhf_plugin_prm.config import PRMConfig
 
 
+@row_format
 def stepwise(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read the rows that the module describes."""
     prompt = _prompt(row, reader)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rlhf import scorer
 from rlhf.errors import RLHFError
-from rlhf.trainer import Row, encode
+from rlhf.trainer import Row
+from rlhf_rows import encode
 
 
 class Scorer(scorer.Scorer):

@@ -13,8 +13,9 @@ from rlhf.engine import Engine
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import ModelConfig
 from rlhf.readouts import scores
-from rlhf.trainer import Example, PackedBatch, Run, encode
+from rlhf.trainer import Example, PackedBatch, Run
 from rlhf_rollouts.rewards import RewardSpec
+from rlhf_rows import encode
 
 __all__ = ["RewardModels"]
 

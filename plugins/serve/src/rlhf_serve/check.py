@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 
 from rlhf.cli import is_local_host
 from rlhf.errors import RLHFError, counted, first_line
-from rlhf.scorer import Scorer, adds_bos, errors_at, read_rows
+from rlhf.formats import errors_at
+from rlhf.scorer import Scorer, read_rows
+from rlhf_rows import adds_bos, with_our_columns
 
 ROWS = 64
 """Rows that are sent: the first of the data."""
@@ -70,7 +72,7 @@ def read_items(data: str, scorer: Scorer) -> Iterator[tuple[str, Any, list[Any]]
     """Yield place, prompt and answers of each row of a file."""
     format = "preference" if scorer.task == "sequence" else "stepwise"
     for where, row in read_rows(data, format):
-        yield (where, *prompt_and_answers(where, row))
+        yield (where, *prompt_and_answers(where, with_our_columns(row)))
 
 
 def prompt_and_answers(where: str, row: Mapping[str, Any]) -> tuple[Any, list[Any]]:

@@ -14,8 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.errors import RLHFError
-from rlhf.scorer import Scorer, common_prefix, errors_at, type_name
+from rlhf.formats import errors_at
+from rlhf.scorer import Scorer
 from rlhf.trainer import Answer, Row
+from rlhf_rows import common_prefix, type_name
 
 Body = Mapping[str, Any]
 Response = Callable[[Sequence[Sequence[Tensor]]], dict[str, Any]]

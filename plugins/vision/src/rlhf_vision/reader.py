@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rlhf.errors import RLHFError, counted
-from rlhf.formats import BadImage, Columns, Encoded, Rendered, Row, Unencoded
+from rlhf.formats import BadImage
 from rlhf.plugin import ModelConfig
 from rlhf.trainer import Answer, Example
+from rlhf_rows import Columns, Encoded, Rendered, Row, Unencoded
 from rlhf_vision.opening import DROP, file_digest, name_of, open_image
 from rlhf_vision.processor import Arrays, Prepared, Processor
 from rlhf_vision.rows import Shaper

@@ -9,7 +9,8 @@ from typing import Any
 from attrs import define, field, frozen
 
 from rlhf.errors import RLHFError, counted
-from rlhf.formats import BadImage, Columns, has, type_name
+from rlhf.formats import BadImage
+from rlhf_rows import Columns, has, type_name
 from rlhf_vision.opening import DROP
 
 PROMPTS = ("messages", "conversations", "prompt")

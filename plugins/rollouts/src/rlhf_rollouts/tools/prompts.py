@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import RLHFError
-from rlhf.formats import (
+from rlhf_rows import (
     Columns,
     Reader,
     Rendered,

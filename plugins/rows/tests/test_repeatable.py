@@ -9,8 +9,8 @@ from chat_templates import CHATML, tokenizer_of
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from rlhf.data.tokens import encode
 from rlhf.errors import RLHFError
+from rlhf_rows import encode
 
 QUESTION = [{"role": "user", "content": "Where?"}]
 ANSWER = [{"role": "assistant", "content": "Here."}]

@@ -7,11 +7,11 @@ from typing import Any
 
 from chat_templates import CHATML, GEMMA, TOOLS, tokenizer_of
 from hypothesis import strategies as st
+from read_rows import read_rows
 
 from rlhf.data.files import parse_object
-from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
+from rlhf_rows import Reader, Row
 
 USER = {"role": "user", "content": "What is two?"}
 GOOD = {"role": "assistant", "content": "one and one"}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, TOOLS, tokenizer_of
+from read_rows import read_rows
 
-from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
+from rlhf_rows import Reader, Row
 
 SYSTEM = {"role": "system", "content": "be kind"}
 TALK = [

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from read_rows import read_rows
 from word_rows import WHERE, made, read, refusal, said, texts, tokenizer_of, user, words
 
-from rlhf.data.formats import _shared_text, read_rows
-from rlhf.data.tokens import Reader
+from rlhf_rows import Reader
+from rlhf_rows.formats import _shared_text
 
 PAIR = ["<user> say <assistant>", "one </s>", "two </s>"]
 PAIRS = {

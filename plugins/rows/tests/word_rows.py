@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from read_rows import read_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data.example import Example
 from rlhf.data.examples import Examples
-from rlhf.data.formats import read_rows
 from rlhf.data.tokenise import prepare
-from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
+from rlhf_rows import Reader, Row
 
 SPECIAL = ["<unk>", "</s>", "<user>", "<assistant>", "<system>", "<step>"]
 WORDS = ["say", "one", "two", "three", "four", "five", "Human:", "Assistant:", ".", ";", "add"]

@@ -3,13 +3,14 @@ between tokens, unless the text has to be tokenised as one."""
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from attrs import frozen
 
-from rlhf.config.field_docs import documented
 from rlhf.errors import RLHFError
+from rlhf.formats import Row
+from rlhf.plugin import documented
 
 ANCHORS = ("\n", ".", "a", "(")
 """Texts that are put before a continuation and cut off again, for tokenizers that put a blank
@@ -48,6 +49,10 @@ class Encoded:
     """Token ids."""
     trained: list[tuple[int, int]]
     """`(start, end)` of the tokens of each span, in rising order; equal if it has none."""
+
+
+Unencoded = tuple[list[Rendered], Callable[[list[Encoded]], Row]]
+"""A row before it is tokenised: the text of each path, and what makes a row of their token ids."""
 
 
 @frozen

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from read_rows import read_rows
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader, Row
+from rlhf_rows import Reader, Row
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "

@@ -17,19 +17,18 @@ import attrs
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.data.columns import shown
-from rlhf.data.content import REASONING, readable, without_refused_system
-from rlhf.data.encode import Rendered, common_prefix
-from rlhf.data.messages import TRAIN_KEYS, Message, Messages, images_in, text_of
-from rlhf.data.repeatable import check_no_object, without_draws
 from rlhf.errors import RLHFError
+from rlhf.formats import PROBES, in_parts, special_tokens, turn_ending
+from rlhf_rows.columns import shown
+from rlhf_rows.content import REASONING, readable, without_refused_system
+from rlhf_rows.encoder import Rendered, common_prefix
+from rlhf_rows.messages import TRAIN_KEYS, Message, Messages, images_in, text_of
+from rlhf_rows.repeatable import check_no_object, without_draws
 
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 EMPTY_REASONING = re.compile(r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\])\s*")
 """What templates write before an answer without reasoning, such as `<think></think>`: it is part of
 the prompt when the model is asked to answer without reasoning."""
-PROBES = ("kilo", "zulu")
-"""Two answers that share neither their first nor their last letter."""
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -43,9 +42,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._name = name
         self._whole = whole
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        names = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._special = special_tokens(tokenizer)
 
     def render(
         self,
@@ -118,11 +115,6 @@ class ChatTemplate:
         plain.in_parts = _drops_text(plain)
         return plain
 
-    @property
-    def turn_end(self) -> str | None:
-        """The special token that the template writes after any answer, if it writes one."""
-        return self._ending[1].group() if self._ending else None
-
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the rendering up to the end of the last turn, and the spans of that turn."""
         if view.marked:
@@ -183,16 +175,7 @@ class ChatTemplate:
 
     @cached_property
     def _ending(self) -> tuple[str, re.Match[str]] | None:
-        """Return what the template writes after any answer, and the special token in it with which
-        the answer ends; None without one. Some templates need a system message."""
-        question = {"role": "user", "content": "a"}
-        for before in ([question], [{"role": "system", "content": "a"}, question]):
-            texts = [self._plain.text_or_none([*before, _answer(probe)]) for probe in PROBES]
-            if None not in texts:
-                tail = common_prefix([text[::-1] for text in texts if text])[::-1]
-                match = self._special.search(tail)
-                return (tail, match) if match else None
-        return None
+        return turn_ending(self._plain.text_or_none, self._special)
 
     def _ends_with_special(self, text: str) -> bool:
         return any(match.end() == len(text) for match in self._special.finditer(text))
@@ -249,7 +232,7 @@ class Rendering:
         try:
             with without_draws(self.template, self._name):
                 texts, spans = render_jinja_template(
-                    conversations=[list(map(_in_parts, messages) if self.in_parts else messages)],
+                    conversations=[list(map(in_parts, messages) if self.in_parts else messages)],
                     tools=self.tools,
                     chat_template=self.template,
                     return_assistant_tokens_mask=marks,
@@ -274,15 +257,8 @@ def _drops_text(view: Rendering) -> bool:
     """Return whether the template drops content that is text, and renders parts, as those of some
     models of images do."""
     question = {"role": "user", "content": PROBES[0]}
-    texts = [view.text_or_none([message]) or "" for message in (question, _in_parts(question))]
+    texts = [view.text_or_none([message]) or "" for message in (question, in_parts(question))]
     return [PROBES[0] in text for text in texts] == [False, True]
-
-
-def _in_parts(message: Message) -> Message:
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _raise_if_dropped(view: Rendering, messages: Messages, text: str) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from chat_templates import CHATML
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.data.repeatable import with_day, without_day
+from rlhf.model.day import with_day, without_day
+from rlhf.model.tokenizer import CHATML
 
 DAY = date(2026, 2, 3)
 TEMPLATES = {

@@ -4,8 +4,10 @@ instructions of Alpaca, and the columns that OpenAI, Axolotl, LLaMA-Factory and 
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.data.columns import Columns, has, parsed_list, tools_of, type_name
-from rlhf.data.messages import (
+from rlhf.errors import RLHFError
+from rlhf.formats import Columns
+from rlhf_rows.columns import has, parsed_list, tools_of, type_name
+from rlhf_rows.messages import (
     MEDIA,
     after_system,
     as_messages,
@@ -13,7 +15,6 @@ from rlhf.data.messages import (
     raise_if_placeholder,
     why_not,
 )
-from rlhf.errors import RLHFError
 
 TALKS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may hold messages."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, GEMMA, NAMED, TOOLS, calls_as, tokenizer_of
+from read_rows import read_rows
 
-from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
+from rlhf_rows import Reader, Row
 
 USER = {"role": "user", "content": "What is two?"}
 GOOD = {"role": "assistant", "content": "one and one"}

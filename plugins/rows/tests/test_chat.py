@@ -20,12 +20,13 @@ from chat_templates import (
     read,
     tokenizer_of,
 )
+from read_rows import read_rows
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.data.encode import Encoder, Rendered
-from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader, Row, encode
 from rlhf.errors import RLHFError
+from rlhf_rows import Reader, Rendered, Row, encode
+from rlhf_rows.chat import ChatTemplate
+from rlhf_rows.encoder import Encoder
 
 THINKING = {
     "Qwen 3": ("", "<think>\n\n</think>\n\n"),
@@ -377,3 +378,22 @@ def test_real_conversations_are_trained_on_exactly() -> None:
             content = messages[-1]["content"]
             content = content.strip() if name in ("llama 3", "gemma") else content
             assert text.endswith(expected.format(content))
+
+
+TEXT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PARTS = "m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
+
+
+def test_a_template_that_renders_only_parts_gets_text_as_a_part() -> None:
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    texts = []
+    for content in ("m.content", PARTS):
+        chat = ChatTemplate(tokenizer_of("bytes", TEXT.replace("CONTENT", content)))
+        texts.append(chat.render(talk, first=0, tools=None, keywords={}))
+        assert chat.prompt(talk[:1], tools=None, keywords={}).endswith(
+            "one<|im_end|>\n<|im_start|>assistant\n"
+        )
+    assert texts[0] == texts[1]

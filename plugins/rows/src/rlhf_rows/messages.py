@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf.data.columns import shown, type_name
 from rlhf.errors import RLHFError
+from rlhf_rows.columns import shown, type_name
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]

@@ -1,22 +1,22 @@
-"""The row formats by name: what users write in their files becomes token ids for a trainer."""
+"""The row formats of text and conversations: demonstrations, preferences, unpaired answers and
+prompts."""
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlhf.data.columns import Columns, errors_at, has, missing_columns, shown, type_name
-from rlhf.data.encode import Rendered, common_prefix
-from rlhf.data.images import BadImage
-from rlhf.data.messages import as_messages
-from rlhf.data.other_rows import with_our_columns
-from rlhf.data.prompts import shared_size, split_prompt
-from rlhf.data.tokens import (
+from rlhf.errors import RLHFError, counted
+from rlhf.formats import Columns, Row, missing_columns
+from rlhf_rows.columns import has, shown, type_name
+from rlhf_rows.encoder import Rendered, common_prefix
+from rlhf_rows.format import row_format
+from rlhf_rows.messages import as_messages
+from rlhf_rows.prompts import shared_size, split_prompt
+from rlhf_rows.tokens import (
     Reader,
-    Row,
     Unencoded,
-    encode_all,
     join_paths,
     raise_if_role_is_unknown,
     render_answer,
@@ -25,14 +25,12 @@ from rlhf.data.tokens import (
     render_prompt,
     render_text,
 )
-from rlhf.errors import RLHFError, counted
-from rlhf.registry.imports import load_object, load_record
-from rlhf.registry.installed import find
 
 SPEAKER = "\n\nAssistant:"
 """What precedes an answer in the rows of hh-rlhf."""
 
 
+@row_format
 def preferences(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read `chosen` and `rejected` with or without `prompt`, or `prompt`, `answers` and `ranks` or
     `scores`; text or message lists. Equal answers, or all of one rank, make no row."""
@@ -130,17 +128,14 @@ def _shared_text(one: str, other: str) -> int:
     return 0
 
 
-Format = Callable[[Columns, Reader], list[Unencoded]]
-"""`(row, reader) -> the rows it becomes`: none if there is nothing to train on, several if a
-conversation had to be split or a pair became two rows."""
-
-
+@row_format
 def demonstrations(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read `messages`, `text`, or `prompt` with `completion` (text or message lists), with
     `tools`."""
     return [([text], partial(join_paths, row)) for text in _demonstration(row, reader)]
 
 
+@row_format
 def unpaired(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read `prompt`, `completion` and `label`, or `messages` and `label`; a pair becomes two
     rows. `columns["label"]` is a bool."""
@@ -162,6 +157,7 @@ def unpaired(row: Columns, reader: Reader) -> list[Unencoded]:
     return [(paths, partial(join_paths, {**row, "label": _label(row)}))]
 
 
+@row_format
 def prompts(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read `prompt`, text or messages, with `tools`: what the model is to answer. The row has no
     answers."""
@@ -170,49 +166,6 @@ def prompts(row: Columns, reader: Reader) -> list[Unencoded]:
     is_text = isinstance(row["prompt"], str)
     path = Rendered(render_prompt(row, reader), (), bos=is_text)
     return [([path], lambda paths: Row(paths[0].ids, [], row))]
-
-
-FORMATS: dict[str, Format] = {
-    "demonstration": demonstrations,
-    "preference": preferences,
-    "prompt": prompts,
-    "unpaired": unpaired,
-}
-"""Core's own formats; others are found as plugins."""
-
-
-def find_format(name: str) -> Format:
-    """Return the function that reads rows of the format that a trainer names in `row_format`."""
-    if name in FORMATS:
-        return FORMATS[name]
-    plugin = find("format", name)
-    read: Format = load_object(load_record(plugin).read, plugin)
-    return read
-
-
-def read_rows(
-    format: str,
-    rows: Sequence[tuple[str, Columns]],
-    reader: Reader,
-    bad_images: dict[int, BadImage] | None = None,
-) -> list[list[Row]]:
-    """Return what each of the `(place, row)` becomes in a format. Rows with bad images become
-    nothing, and their errors are added to `bad_images` by the number of the row; without it they
-    are raised. Raises RLHFError for a row that the format does not allow, with its place."""
-    read, unencoded = find_format(format), []
-    for number, (where, row) in enumerate(rows):
-        parts: list[Unencoded] = []
-        with errors_at(where):
-            try:
-                images = reader.images.of(row) if reader.images else None
-                parts = read(with_our_columns(images.row if images else row), reader)
-                parts = list(map(images.expand, parts)) if images else parts
-            except BadImage as error:
-                if bad_images is None:
-                    raise
-                bad_images[number], parts = error, []
-        unencoded.append((where, parts))
-    return encode_all(unencoded, reader)
 
 
 def _demonstration(row: Columns, reader: Reader) -> list[Rendered]:

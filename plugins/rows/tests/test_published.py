@@ -11,8 +11,8 @@ import rlhf_demo
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry
 from rlhf.data.example import Example
 from rlhf.data.tokenise import prepare
-from rlhf.data.tokens import Row
 from rlhf.trainer import Trainer
+from rlhf_rows import Row
 
 FORMATS = Path(__file__).parents[4] / "shared" / "data" / "formats"
 real = pytest.mark.skipif(not FORMATS.exists(), reason="the shared rows are not here")

@@ -2,39 +2,20 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define
 
-from rlhf.config.field_docs import documented
-from rlhf.data.chat import ChatTemplate
-from rlhf.data.columns import Columns, errors_at, keywords_of, shown, tools_of
-from rlhf.data.encode import Encoded, Encoder, Rendered, common_prefix
-from rlhf.data.example import Answer
-from rlhf.data.messages import KNOWN_ROLES, Messages, as_messages
-from rlhf.data.prompts import repeated_text, split_prompt
 from rlhf.errors import RLHFError
-
-
-@documented
-@frozen
-class Row:
-    """A prompt and its answers as token ids: what `example` gets for a row in a named format, and
-    what `encode` returns."""
-
-    prompt: list[int]
-    """Token ids of the prompt; may be empty."""
-    answers: list[Answer]
-    """The answers; their `trained` says which tokens are trained on."""
-    columns: Mapping[str, Any] = field(factory=dict)
-    """The row as it was read, with the columns that its format adds."""
-    images: Any = None
-    """The `rlhf.formats.TreeImages` of a row with images; core sets it."""
-
-
-Unencoded = tuple[list[Rendered], Callable[[list[Encoded]], Row]]
-"""A row before it is tokenised: the text of each path, and what makes a row of their token ids."""
+from rlhf.formats import Answer, Columns, Row, errors_at
+from rlhf.plugin import documented
+from rlhf_rows.chat import ChatTemplate
+from rlhf_rows.columns import keywords_of, shown, tools_of
+from rlhf_rows.encoder import Encoded, Encoder, Rendered, Unencoded, common_prefix
+from rlhf_rows.images import open_images
+from rlhf_rows.messages import KNOWN_ROLES, Messages, as_messages
+from rlhf_rows.prompts import repeated_text, split_prompt
 
 
 @documented
@@ -53,7 +34,7 @@ class Reader:
     template: str = ""
     """What error messages call the chat template; empty for that of the tokenizer."""
     images: Any = None
-    """Opens the images of rows; core sets it."""
+    """Opens the images of rows, by `open(columns)`; core sets it."""
     encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer, as_one=it.whole), takes_self=True)
     """Tokenises the texts."""
     chat: ChatTemplate = Factory(
@@ -70,7 +51,7 @@ def encode(
     renders_whole: bool = False,
     images: Any = None,
 ) -> Row:
-    """Return a prompt and its answers as token ids, encoded as core encodes its row formats.
+    """Return a prompt and its answers as token ids, encoded as the row formats encode them.
 
     For `example` of a trainer without a row format. `prompt` and each of `answers` is text or a
     list of messages. If all are text, the prompt gets BOS if the tokenizer adds one, and each
@@ -84,7 +65,7 @@ def encode(
         raise RLHFError("a row needs at least one answer")
     reader = reader_of(tokenizer, whole=renders_whole)
     row: Columns = {"prompt": prompt, "tools": None if tools is None else list(tools)}
-    opened = images and images.of({**row, "answers": list(answers)})
+    opened = open_images(images, {**row, "answers": list(answers)})
     if opened:
         row, answers = opened.row, opened.row["answers"]
     names = [f"answers[{number}]" for number in range(len(answers))]
@@ -227,3 +208,8 @@ def _answer(path: Encoded, size: int) -> Answer:
     for start, end in path.trained:
         mask[start - size : end - size] = [True] * (end - start)
     return Answer(tokens, None if all(mask) else mask)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Return whether a tokenizer puts BOS before a text."""
+    return Encoder(tokenizer).bos is not None

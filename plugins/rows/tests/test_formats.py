@@ -1,50 +1,16 @@
 """The formats by name, and the demo's rows in each of them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from read_rows import FORMATS, read_rows
 from transformers import AutoTokenizer
-from word_rows import TOKENIZER, WHERE
+from word_rows import WHERE
 
 import rlhf_demo
-from rlhf.data.formats import FORMATS, read_rows
-from rlhf.data.tokens import Reader, Row
-from rlhf.errors import RLHFError
-from rlhf.registry.installed import IN_CORE, installed
-
-CORE = "available: demonstration, preference, prompt, unpaired"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("pairs", f"format 'pairs' is not installed; {CORE}"),
-        ("prefrence", f"format 'prefrence' is not installed (did you mean 'preference'?); {CORE}"),
-        (
-            "stepwise",
-            f"format 'stepwise' is not installed (run `pip install rlhf-plugin-prm`); {CORE}",
-        ),
-    ],
-)
-def test_a_format_that_is_not_installed_is_named(
-    name: str, message: str, install: Callable[..., Path]
-) -> None:
-    with pytest.raises(RLHFError) as caught:
-        read_rows(name, [], Reader(TOKENIZER))
-    assert str(caught.value) == message
-
-
-def test_no_distribution_may_use_the_name_of_a_format_of_core(
-    install: Callable[..., Path],
-) -> None:
-    assert IN_CORE["format"] == tuple(FORMATS)
-    install("other-rows", {"formats": {"preference": "other_rows:plugin"}})
-    (row,) = installed()
-    assert row.problem == "its name 'preference' is reserved for core"
-    assert read_rows("preference", [], Reader(TOKENIZER)) == []
+from rlhf_rows import Reader, Row
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,11 +14,11 @@ import pytest
 from chat_templates import CHATML, NAMED, TOOLS, calls_as, tokenizer_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from read_rows import read_rows
 
 from rlhf.config.sections import DataEntry
 from rlhf.data.files import Source
-from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader
+from rlhf_rows import Reader
 
 Row = dict[str, Any]
 TEMPLATES = [CHATML, NAMED, TOOLS, calls_as("{{ f | tojson }}"), calls_as("{{ '' + f.arguments }}")]

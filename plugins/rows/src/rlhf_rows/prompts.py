@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data.messages import SYSTEM, Messages, same_message
 from rlhf.errors import RLHFError
+from rlhf_rows.messages import SYSTEM, Messages, same_message
 
 Talk = list[Any]
 """A list of messages."""

@@ -4,15 +4,15 @@ parts, and arguments of calls, in the form that the template reads."""
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlhf.data.columns import shown
-from rlhf.data.messages import (
+from rlhf.errors import RLHFError
+from rlhf_rows.columns import shown
+from rlhf_rows.messages import (
     Messages,
     arguments_as_object,
     arguments_as_text,
     text_of,
     with_arguments,
 )
-from rlhf.errors import RLHFError
 
 Render = Callable[[Messages], str | None]
 """Returns a rendered conversation, None if the template refuses."""

@@ -6,9 +6,9 @@ import pytest
 from damaged_rows import BASES, READERS, check, damaged_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from read_rows import FORMATS, read_rows
 
-from rlhf.data.formats import FORMATS, read_rows
-from rlhf.data.tokens import Reader
+from rlhf_rows import Reader
 
 
 @settings(max_examples=400, deadline=None, database=None, derandomize=True)

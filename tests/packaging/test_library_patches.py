@@ -37,12 +37,6 @@ class Patch:
 
 PATCHES = (
     Patch(
-        file="importing.py", target="metadata.packages_distributions",
-        library="importlib, while transformers before 5.24 is imported",
-        reason="transformers reads the files of all installed distributions",
-        gain="0.7 s of a start",
-    ),
-    Patch(
         file="weights.py", target="core_model_loading._materialize_copy",
         library="transformers that have it with the arguments tensor, device and dtype",
         reason="weights go to an accelerator through pinned memory, while a model is loaded",

@@ -19,7 +19,7 @@ from rlhf.engine import Mesh
 from rlhf.launch import importing as imports
 from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
-from rlhf.launch.importing import Distributions, importing, opening_device
+from rlhf.launch.importing import importing, opening_device
 from rlhf.train.rank import process_group
 
 
@@ -123,52 +123,6 @@ def test_a_rank_imports_no_library_that_its_run_does_not_use(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("__version__ = '99'\n")
     start(tmp_path, IMPORTS)
-
-
-READS_LESS = """
-from importlib import metadata
-
-from rlhf.launch import importing
-
-own, reads = metadata.packages_distributions, []
-counted = metadata.packages_distributions = lambda: reads.append(1) or own()
-importing._import_transformers()
-assert metadata.packages_distributions is counted, "not restored"
-from transformers import FOUND
-assert FOUND["torch"] == ["torch"] and not reads, "read at once"
-assert FOUND["attr"] == ["attrs"] and reads == [1], "not read"
-"""
-
-
-def test_transformers_reads_the_files_of_all_distributions_when_it_needs_them(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text(
-        "from importlib import metadata\nFOUND = metadata.packages_distributions()\n"
-    )
-    start(tmp_path, READS_LESS)
-
-
-def test_the_files_of_all_distributions_are_read_when_another_package_is_asked_for() -> None:
-    reads = []
-
-    def read() -> dict[str, list[str]]:
-        reads.append(1)
-        return {"attr": ["attrs"], "pytest": ["pytest", "another"], "torch": ["torch"]}
-
-    found = Distributions(read)
-    assert found["torch"] == found.get("torch") == ["torch"]
-    assert not reads
-    assert {**found} == read()
-    assert found.get("no_package", []) == []
-    assert len(found) == 3
-    assert len(reads) == 2
-
-
-def test_a_package_without_a_distribution_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "SAME_NAME", ("no_package",))
-    assert Distributions(dict).get("no_package", []) == []
 
 
 def test_collections_continue_after_a_failure() -> None:

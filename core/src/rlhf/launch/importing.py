@@ -4,11 +4,10 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ctypes import CDLL
-from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from threading import Thread
 from typing import Any
 
@@ -18,9 +17,6 @@ from rlhf.launch.garbage import without_collections
 UNUSED = ("scipy", "sklearn", "torchao")
 """What transformers imports where it is installed, for object detection, for a way of assisted
 generation and for models in quantized formats that are refused."""
-SAME_NAME = ("accelerate", "torch")
-"""Packages that transformers looks up while it is imported, and that only the distribution of the
-same name provides."""
 
 
 @contextmanager
@@ -47,7 +43,7 @@ def importing_rank() -> Iterator[None]:
     first = "transformers" not in sys.modules
     with hiding(*UNUSED if first else ()) as hidden, importing(), opening_device():
         if first:
-            _import_transformers()
+            import_module("transformers")
         yield
     for name in hidden:
         # transformers remembers which packages it has found; another version may not.
@@ -67,37 +63,6 @@ def hiding(*packages: str) -> Iterator[set[str]]:
     finally:
         for name in hidden:
             del modules[name]
-
-
-def _import_transformers() -> None:
-    """Import transformers, which reads the files of all installed distributions only when it needs
-    them: with transformers 5.17 this saves 0.7 s; 5.24 does not read them."""
-    own = metadata.packages_distributions
-    metadata.packages_distributions = lambda: Distributions(own)
-    try:
-        import transformers  # noqa: F401
-    finally:
-        metadata.packages_distributions = own
-
-
-class Distributions(Mapping[str, list[str]]):
-    """A lazy `metadata.packages_distributions()`: the files of all distributions are read at the
-    first lookup of a package that is not in `SAME_NAME`."""
-
-    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
-        self._read = cache(read)
-
-    def __getitem__(self, package: str) -> list[str]:
-        if package in SAME_NAME:
-            with suppress(metadata.PackageNotFoundError):
-                return [metadata.distribution(package).name]
-        return self._read()[package]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
 
 
 @contextmanager

@@ -19,6 +19,14 @@ def plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", dest="as_json", action="store_true", help=text)
 
 
+def cache_arguments(parser: ArgumentParser) -> None:
+    """Add the option that removes what is old, and that for JSON."""
+    text = "remove what no run has used for so many days"
+    parser.add_argument("--prune", type=positive(float), metavar="DAYS", help=text)
+    text = "print the list as JSON"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
+
+
 def doctor_arguments(parser: ArgumentParser) -> None:
     """Add the option for JSON."""
     text = "print the findings as JSON"
@@ -89,6 +97,11 @@ def launch_arguments(command: ArgumentParser) -> None:
         parser.add_argument("--start", action="store_true", help=f"{start} instead of printing it")
 
 
+cache_plugin = CommandPlugin(
+    help="list what runs keep on disk for later ones, and remove what is old",
+    run="rlhf_tools.cache:cache_command",
+    arguments=cache_arguments,
+)
 doctor_plugin = CommandPlugin(
     help="check this machine: what is missing and the remedy; exit 2 if no run can start",
     run="rlhf_tools.doctor:doctor_command",

@@ -40,11 +40,11 @@ def cache_command(prune: float | None, *, as_json: bool) -> int:
         removed = [entry for entry in old if remove(entry)]
         print(f"removed {counted(len(removed), 'folder')} of {root}, {size_of(removed)}")
     elif as_json:
-        rows = [{"name": it.name, "bytes": it.size, "days": days_since(it)} for it in entries]
-        print(json.dumps({"folder": str(root), "entries": rows}, indent=2))
+        found = [{"name": it.name, "bytes": it.size, "days": days_since(it)} for it in entries]
+        print(json.dumps({"folder": str(root), "entries": found}, indent=2))
     else:
         head = ("folder", "size", "last used")
-        rows = [(it.name, size_of([it]), f"{days_since(it):.0f} days ago") for it in entries]
+        rows = [(it.name, size_of([it]), when(it)) for it in entries]
         print_table([head, *rows])
         print(f"{root}: {counted(len(entries), 'folder')}, {size_of(entries)}")
     return 0
@@ -93,6 +93,12 @@ def remove(entry: Entry) -> bool:
 def days_since(entry: Entry) -> float:
     """Return for how many days an entry has not been used."""
     return round(max(0.0, time.time() - entry.used) / DAY, 2)
+
+
+def when(entry: Entry) -> str:
+    """Return when an entry was last used in words."""
+    days = int(days_since(entry))
+    return f"{counted(days, 'day')} ago" if days else "today"
 
 
 def size_of(entries: list[Entry]) -> str:

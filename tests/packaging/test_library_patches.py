@@ -37,7 +37,7 @@ class Patch:
 
 PATCHES = (
     Patch(
-        file="weights.py", target="core_model_loading._materialize_copy",
+        file="loading.py", target="core_model_loading._materialize_copy",
         library="transformers that have it with the arguments tensor, device and dtype",
         reason="weights go to an accelerator through pinned memory, while a model is loaded",
         gain="0.63 -> 0.31 s to load 3.1 GB on one H200",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,30 +41,6 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device | str) -> Ten
     if torch.device(device).type not in ("cpu", "meta", host.device.type):
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
-
-
-PIECE = 2**24
-"""Bytes per copy through pinned memory. torch reuses a buffer once its copy has finished."""
-IN_FLIGHT = 4
-"""Copies that a thread starts before it waits for the device, which limits its pinned memory to 64
-MiB."""
-
-
-def through_pinned_memory(
-    values: Tensor, device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Copy a tensor from pageable memory to an accelerator, optionally converting it to `dtype`."""
-    copy = torch.empty(values.shape, dtype=dtype or values.dtype, device=device)
-    wait = partial(torch.get_device_module(device).synchronize, device)
-    length = PIECE // max(values.element_size(), copy.element_size())
-    parts = copy.view(-1).split(length), values.detach().reshape(-1).split(length)
-    for number, (target, piece) in enumerate(zip(*parts, strict=True), 1):
-        # As `Tensor.to` does, the host converts. A copy that also converts would not be pinned.
-        target.copy_(piece.to(copy.dtype).pin_memory(), non_blocking=True)
-        if number % IN_FLIGHT == 0:
-            wait()
-    wait()
-    return copy
 
 
 _rehearsed = ContextVar("rehearsed", default="")

@@ -1,6 +1,8 @@
 """What commands import that look at a run without training: its rows, its steps, their memory, what
 the backend and the kernels find on this machine, and whether plugins can be loaded."""
 
+from rlhf.config.sections import DataEntry
+from rlhf.data.files import Source
 from rlhf.memory.choice import advice, choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
@@ -18,8 +20,10 @@ from rlhf.train.dataset import Dataset, prepare_data
 from rlhf.train.set_up import step_fit
 
 __all__ = [
+    "DataEntry",
     "Dataset",
     "NotRehearsed",
+    "Source",
     "StepFit",
     "advice",
     "build_backend",

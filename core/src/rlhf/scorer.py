@@ -3,7 +3,6 @@ model, and what a server of scorers imports."""
 
 import abc
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,11 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rlhf.config.sections import DataEntry, ModelConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.arrays import blank_arrays
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.data.files import Source, parse_object
+from rlhf.data.files import parse_object
 from rlhf.data.images import Images
 from rlhf.data.order import rounding_on
 from rlhf.data.packing import pack
@@ -41,7 +40,6 @@ __all__ = [
     "open_scorer",
     "parse_object",
     "parts_of",
-    "read_rows",
 ]
 
 MAX_TOKENS = 8192
@@ -194,13 +192,3 @@ def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
         raise RLHFError(f"{plugin} has no scorer, so {folder} cannot be served")
     scorer: Scorer = trainer.scorer(folder, device=device, dtype=dtype)
     return scorer
-
-
-def read_rows(path: str, format: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the columns of each row of a file, a folder or a data set on the hub, or
-    of a demo in a row format. Raises RLHFError for rows that cannot be read."""
-    source = Source(DataEntry(path=path), "eval", format)
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = source.read(Path(scratch))
-        for number in range(len(rows)):
-            yield source.row(rows[number], number)

@@ -19,8 +19,7 @@ from filelock import FileLock
 
 from rlhf.folder.disk import sha256, writing
 from rlhf.launch.signals import PARENT
-from rlhf.registry.imports import load_record
-from rlhf.registry.installed import find, installed
+from rlhf.registry.installed import installed
 
 POLL_SECONDS = 0.2
 DIGESTS = "digests.json"
@@ -135,8 +134,6 @@ def _sources(trainer: Any) -> list[str]:
     """
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
     names |= {plugin.value.partition(":")[0] for plugin in installed() if plugin.kind == "format"}
-    if trainer.row_format is not None:
-        names.add(load_record(find("format", trainer.row_format)).read.partition(":")[0])
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
     core = {name for name in names if name.startswith("rlhf.")}
     return [module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]

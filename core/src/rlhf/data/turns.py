@@ -7,7 +7,6 @@ from typing import Any
 
 PROBES = ("kilo", "zulu")
 """Two answers that share neither their first nor their last letter."""
-Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
@@ -17,7 +16,9 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
-def turn_ending(render: Render, special: re.Pattern[str]) -> tuple[str, re.Match[str]] | None:
+def turn_ending(
+    render: Callable[[Sequence[Mapping[str, Any]]], str | None], special: re.Pattern[str]
+) -> tuple[str, re.Match[str]] | None:
     """Return what a template writes after any answer, and the `special` token in it with which the
     answer ends; None without one. `render` returns a conversation as text, None if the template
     refuses it: some need a system message."""
@@ -27,7 +28,7 @@ def turn_ending(render: Render, special: re.Pattern[str]) -> tuple[str, re.Match
         texts = [render([*before, answer]) for answer in answers]
         if None not in texts:
             pairs = zip(*(text[::-1] for text in texts if text), strict=False)
-            same = takewhile(lambda pair: pair[0] == pair[1], pairs)
+            same = takewhile(lambda pair: len({*pair}) == 1, pairs)
             tail = "".join(last for last, _ in same)[::-1]
             match = special.search(tail)
             return (tail, match) if match else None

@@ -41,6 +41,10 @@ class Kernels(Protocol):
         """Raise RLHFError if a model of transformers' `architecture` on `device` cannot run what
         `model.kernels`, `model.fp8` or `model.recompute` asks for."""
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Have transformers copy weights to an accelerator faster in the body, which loads a
+        model."""
+
     def change(
         self, decoder: Any, model: ModelConfig, device: torch.device, towers: Sequence[nn.Module]
     ) -> str:

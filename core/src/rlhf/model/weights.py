@@ -6,19 +6,16 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from inspect import signature
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import core_model_loading
 
 from rlhf.config.sections import Config
-from rlhf.devices import through_pinned_memory
 from rlhf.errors import RLHFError, counted, first_line, listed
+from rlhf.model.accelerated import installed_kernels
 from rlhf.model.architecture import from_config, resolved
 from rlhf.model.stored import WEIGHTS, damaged_file, model_folder, stored_weights
 from rlhf.model.task import (
@@ -64,10 +61,11 @@ def pretrained_model(
     path = resolved(config.model.path)
     devices = [place for place in options.get("device_map", {}).values() if place.type != "cpu"]
     kind = devices[0].type if devices else "cpu"
+    kernels = installed_kernels()
     try:
         # transformers draws a missing head from the global generators, which a run must not move.
         generators = torch.random.fork_rng(devices, device_type=kind)
-        with generators, quiet_transformers(), pinned_copies():
+        with generators, quiet_transformers(), kernels.loading() if kernels else nullcontext():
             auto = auto_class(architecture, task, config.model.part)
             causal, report = auto.from_pretrained(
                 path,
@@ -93,30 +91,6 @@ def pretrained_model(
     if check_loading_report(path, architecture, causal, report, task, unread):
         draw_head(causal, config.train.seed)
     return causal
-
-
-@contextmanager
-def pinned_copies() -> Iterator[None]:
-    """Have transformers copy weights to an accelerator through pinned memory, which is faster. A
-    version without this function, or whose function takes other arguments, is left unchanged."""
-    name = "_materialize_copy"
-    own: Any = getattr(core_model_loading, name, None)
-    if own is None or [*signature(own).parameters] != ["tensor", "device", "dtype"]:
-        yield
-        return
-
-    def copy(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        place = torch.device("cpu" if device is None else device)
-        if place.type in ("cpu", "meta", "mps"):  # Apple's devices share the host's memory.
-            return own(tensor, device, dtype)
-        # Indexing reads a tensor from its file.
-        return through_pinned_memory(tensor[...], place, dtype)
-
-    setattr(core_model_loading, name, copy)
-    try:
-        yield
-    finally:
-        setattr(core_model_loading, name, own)
 
 
 def check_loading_report(

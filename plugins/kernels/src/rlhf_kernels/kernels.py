@@ -16,6 +16,7 @@ from rlhf_kernels import compiler, layers, recurrent
 from rlhf_kernels.attention import Attention, AttentionRow
 from rlhf_kernels.diagnosis import findings
 from rlhf_kernels.images import read_without_waits
+from rlhf_kernels.loading import pinned_copies
 from rlhf_kernels.lora import fuse_adapters
 from rlhf_kernels.recurrent import Segments
 from rlhf_kernels.scans import Scans
@@ -33,6 +34,10 @@ class TritonKernels:
     def check(self, architecture: Any, model: ModelConfig, device: torch.device) -> None:
         """Raise RLHFError for what a model cannot run on a device."""
         layers.check_layers(architecture, model, device)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Copy weights through pinned memory in the body."""
+        return pinned_copies()
 
     def change(
         self, decoder: Any, model: ModelConfig, device: torch.device, towers: Sequence[nn.Module]

@@ -2,18 +2,21 @@
 which are computed one answer at a time as in plain transformers."""
 
 import json
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPException
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf.cli import is_local_host
 from rlhf.errors import RLHFError, counted, first_line
 from rlhf.formats import errors_at
-from rlhf.scorer import Scorer, read_rows
+from rlhf.preview import DataEntry, Source
+from rlhf.scorer import Scorer
 from rlhf_rows import adds_bos, with_our_columns
 
 ROWS = 64
@@ -71,8 +74,12 @@ def check_server(url: str, scorer: Scorer, data: str, token: str | None) -> int:
 def read_items(data: str, scorer: Scorer) -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield place, prompt and answers of each row of a file."""
     format = "preference" if scorer.task == "sequence" else "stepwise"
-    for where, row in read_rows(data, format):
-        yield (where, *prompt_and_answers(where, with_our_columns(row)))
+    source = Source(DataEntry(path=data), "eval", format)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = source.read(Path(scratch))
+        for number in range(len(rows)):
+            where, row = source.row(rows[number], number)
+            yield (where, *prompt_and_answers(where, with_our_columns(row)))
 
 
 def prompt_and_answers(where: str, row: Mapping[str, Any]) -> tuple[Any, list[Any]]:

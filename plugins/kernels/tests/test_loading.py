@@ -13,13 +13,11 @@ from safetensors.torch import save_file
 from small_models import SIZES, config_of, load, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, core_model_loading
 
-from rlhf import devices
-from rlhf.devices import through_pinned_memory
 from rlhf.engine import Mesh, Plan
-from rlhf.model import weights
 from rlhf.model.load import load_model
 from rlhf.model.role import ModelSpec
-from rlhf.model.weights import pinned_copies
+from rlhf_kernels import kernels, loading
+from rlhf_kernels.loading import pinned_copies, through_pinned_memory
 
 CPU = torch.device("cpu")
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -35,7 +33,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return piece
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(devices, "PIECE", 44)
+    monkeypatch.setattr(loading, "PIECE", 44)
     return pinned
 
 
@@ -75,7 +73,7 @@ def test_only_copies_to_an_accelerator_are_pinned_and_only_while_a_model_is_load
         passed.append((values.tolist(), *where))
         return values
 
-    monkeypatch.setattr(weights, "through_pinned_memory", through)
+    monkeypatch.setattr(loading, "through_pinned_memory", through)
     save_file({"a": torch.tensor([1.0, 2.0])}, tmp_path / "rows.safetensors")
     own = core_model_loading._materialize_copy
     with safe_open(tmp_path / "rows.safetensors", "pt") as file, pinned_copies():
@@ -97,7 +95,7 @@ def test_each_weight_of_a_model_is_copied_by_the_function_that_is_replaced(
     def counted() -> Iterator[None]:
         with pinned_copies():
             copy = core_model_loading._materialize_copy
-            assert copy.__module__ == weights.__name__, "this version copies in another way"
+            assert copy.__module__ == loading.__name__, "this version copies in another way"
 
             def count(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
                 copied.append(tensor)
@@ -106,7 +104,7 @@ def test_each_weight_of_a_model_is_copied_by_the_function_that_is_replaced(
             monkeypatch.setattr(core_model_loading, "_materialize_copy", count)
             yield
 
-    monkeypatch.setattr(weights, "pinned_copies", counted)
+    monkeypatch.setattr(kernels, "pinned_copies", counted)
     module = load(config_of(write_model(tmp_path, LlamaConfig(**SIZES))))
     assert len(copied) == len({*module.causal.parameters()})
 
@@ -115,10 +113,10 @@ def test_each_weight_of_a_model_is_copied_by_the_function_that_is_replaced(
 def test_another_version_of_transformers_copies_as_it_does(
     functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading = SimpleNamespace(**functions)
-    monkeypatch.setattr(weights, "core_model_loading", loading)
+    other = SimpleNamespace(**functions)
+    monkeypatch.setattr(loading, "core_model_loading", other)
     with pinned_copies():
-        assert vars(loading) == functions
+        assert vars(other) == functions
 
 
 @NEEDS_CUDA
@@ -132,8 +130,8 @@ def test_weights_on_a_device_are_those_of_the_folder(
         passed.append(values)
         return through_pinned_memory(values, *where)
 
-    monkeypatch.setattr(weights, "through_pinned_memory", through)
-    monkeypatch.setattr(devices, "PIECE", 1000)
+    monkeypatch.setattr(loading, "through_pinned_memory", through)
+    monkeypatch.setattr(loading, "PIECE", 1000)
     path = write_model(tmp_path, LlamaConfig(**SIZES, tie_word_embeddings=True))
     mesh = Mesh(device=torch.device("cuda", 0))
     plan, hooks = Plan(precision=precision), Any

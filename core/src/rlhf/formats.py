@@ -10,19 +10,7 @@ from rlhf.data.turns import PROBES, in_parts, special_tokens, turn_ending
 from rlhf.registry.imports import demo_maker
 
 __all__ = [
-    "PROBES",
-    "Answer",
-    "BadImage",
-    "Columns",
-    "ImageReader",
-    "Row",
-    "RowFormat",
-    "RowReader",
-    "TreeImages",
-    "demo_maker",
-    "errors_at",
-    "in_parts",
-    "missing_columns",
-    "special_tokens",
+    "PROBES", "Answer", "BadImage", "Columns", "ImageReader", "Row", "RowFormat", "RowReader",
+    "TreeImages", "demo_maker", "errors_at", "in_parts", "missing_columns", "special_tokens",
     "turn_ending",
-]
+]  # fmt: skip

@@ -161,8 +161,8 @@ class FormatPlugin:
     """A row format, found under `rlhf.formats`. A trainer names it in `row_format`."""
 
     read: str
-    """Import string of `read(row, reader)`, which returns what a row of the file becomes: see
-    `rlhf.formats`."""
+    """Import string of a `rlhf.formats.RowFormat`, such as a function that `rlhf_rows.row_format`
+    decorates."""
     demo: str | None = None
     """Import string of `demo(problem, draw)`, which returns a row in this format made of a
     `rlhf_demo.Problem` of rlhf-demo, with a `random.Random`: the rows of `demo:arithmetic`."""

@@ -3,6 +3,7 @@ the backend and the kernels find on this machine, and whether plugins can be loa
 
 from rlhf.config.sections import DataEntry
 from rlhf.data.files import Source
+from rlhf.data.rows import load_format
 from rlhf.memory.choice import advice, choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
@@ -35,6 +36,7 @@ __all__ = [
     "hooks_class",
     "installed_kernels",
     "load_backend",
+    "load_format",
     "load_hooks",
     "load_kernels",
     "load_object",

@@ -121,9 +121,9 @@ class Trainer(abc.ABC):
     """Base class of a training workflow. Subclasses implement `example`, `setup` and `loss`."""
 
     row_format: ClassVar[str | None] = None
-    """The row format that core turns into token ids before it calls `example`: `demonstration`,
-    `preference`, `unpaired`, `prompt` (without answers) or one of `rlhf.formats`. With None
-    `example` gets the row as a dictionary."""
+    """The name of the row format by which rows are token ids before `example` is called:
+    `demonstration`, `preference`, `unpaired` or `prompt` (without answers) of rlhf-rows, or that of
+    another plugin. With None `example` gets the row as a dictionary."""
     renders_whole: ClassVar[bool] = False
     """Whether a prompt and its answer are tokenised as one text, and a conversation keeps what the
     chat template writes after its last turn, such as a line break. True for models that are read at
@@ -153,7 +153,7 @@ class Trainer(abc.ABC):
         """Return the tree of one row.
 
         Called before `setup`, in worker processes that have no accelerator. The result is cached;
-        the cache is renewed when the sources of the trainer's package change.
+        the cache is renewed when the sources of the trainer's package, or of a row format, change.
         """
 
     @abc.abstractmethod

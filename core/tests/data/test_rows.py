@@ -51,6 +51,14 @@ def test_a_bare_function_is_no_format(install: Callable[..., Path]) -> None:
     with pytest.raises(RLHFError) as caught:
         load_format("theirs")
     assert str(caught.value) == (
-        "format 'theirs' of their-rows 1.0: their_rows:read is no row format; decorate it with "
+        "format 'theirs' of their-rows 1.0: their_rows:read is not a row format; decorate it with "
         "rlhf_rows.row_format"
+    )
+
+
+def test_a_trainer_names_its_format() -> None:
+    with pytest.raises(RLHFError) as caught:
+        load_format(object)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "row_format is <class 'object'>; give the name of an installed row format"
     )

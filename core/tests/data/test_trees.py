@@ -41,8 +41,9 @@ def test_a_rollout_that_an_earlier_version_has_saved_is_read(tmp_path: Path) -> 
 def test_reading_imports_no_pandas(file: TreeFile, tmp_path: Path) -> None:
     (tmp_path / "pandas.py").write_text("raise SystemExit('imported')\n")
     program = (
-        "import sys; from rlhf.data.trees import TreeFile; "
-        "file = TreeFile(sys.argv[1]); print(file.lengths, file.list_lengths('ends'), file[1])"
+        "import sys; from pathlib import Path; from rlhf.data.trees import TreeFile; "
+        "file = TreeFile(Path(sys.argv[1])); "
+        "print(file.lengths, file.list_lengths('ends'), file[1])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "rows.arrow")],
@@ -126,3 +127,12 @@ def test_columns_are_kept_and_part_of_the_content_only(tmp_path: Path) -> None:
         digests.add(file.digest())
         contents.add(file.content)
     assert (len(digests), len(contents)) == (1, 3)
+
+
+def test_a_file_that_is_removed_after_it_was_opened_is_read_on(tmp_path: Path) -> None:
+    write(to_table([tree(Example([1], [Answer([2, 3])]), status=KEPT)]), tmp_path / "rows.arrow")
+    file = TreeFile(tmp_path / "rows.arrow")
+    for path in (tmp_path / "rows.arrow", tmp_path / "rows.sha256"):
+        path.unlink()
+    assert file.content == file.compute_content()
+    assert file[0].answers[0].tokens.tolist() == [2, 3]

@@ -16,4 +16,4 @@ def read_rows(
     """What each of the `(place, columns)` becomes."""
     format = load_format(name)
     assert isinstance(format, Format)
-    return FormatReader(format.read_row, reader).read(rows)
+    return FormatReader(format, reader).read(rows)

@@ -44,7 +44,7 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     """Return a digest of everything that decides what a row becomes: the tokenizer, its template,
-    the trainer's section, its sources and those of its row format, what else it reads, core's
+    the trainer's section, its sources and those of all row formats, what else it reads, core's
     version and sources, and `parts`."""
     section = trainer.config
     content = {
@@ -140,14 +140,18 @@ def _sources(trainer: Any) -> list[str]:
 
 
 def module_digest(name: str) -> str:
-    """Return a digest of the Python files of a package, or of those in the folder of a module; the
+    """Return a digest of the Python files of a package, or of a module and those beside it; the
     module's name if it has no file. Nothing is imported."""
     module: Any = sys.modules.get(name) or find_spec(name)
     packages = getattr(module, "__path__", getattr(module, "submodule_search_locations", None))
     if packages:
         return "".join(_python_digest(Path(path), "**/*.py") for path in packages) or name
     file = getattr(module, "__file__", getattr(module, "origin", None))
-    return _python_digest(Path(file).parent, "*.py") if file else name
+    if not file:
+        return name
+    path = Path(file)
+    # In site-packages there are other distributions beside it.
+    return _python_digest(path.parent, path.name if any(path.parent.glob("*-info")) else "*.py")
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from attrs import frozen
 
+from rlhf.config.field_docs import documented
 from rlhf.config.sections import DataEntry
 from rlhf.config.source_names import DEMO, is_local, local_path
 from rlhf.data.columns import Columns, errors_at
@@ -31,11 +32,13 @@ MAY_BE_EMPTY = ("prompt", "completion", "chosen", "rejected")
 """Columns whose empty cells in CSV are empty text; other columns are missing there."""
 
 
+@documented
 @frozen
 class Source:
-    """One entry of `data.train` or `data.eval`."""
+    """Reads the rows of one entry of `data.train` or `data.eval`."""
 
     entry: DataEntry
+    """The entry."""
     which: str
     """`train` or `eval`."""
     format: str

@@ -35,9 +35,7 @@ class RowReader(Protocol):
     """Reads rows in one format. Pickled for the processes that tokenise."""
 
     def read(
-        self,
-        rows: Sequence[tuple[str, Columns]],
-        bad_images: dict[int, BadImage] | None = None,
+        self, rows: Sequence[tuple[str, Columns]], bad_images: dict[int, BadImage] | None = None
     ) -> list[list[Row]]:
         """Return what each of the `(place, columns)` becomes. Rows with bad images become nothing,
         and their errors are added to `bad_images` by the number of the row; without it they are
@@ -56,15 +54,19 @@ class RowFormat(Protocol):
         """Return a reader for the tokenizer, its chat template and the trainer's own `section`.
 
         `whole` is `Trainer.renders_whole`. `template` is what errors call the chat template, empty
-        for that of the tokenizer. `images.open(columns)` opens the images of a row with
-        images."""
+        for that of the tokenizer. `images.open(columns)` opens the images of a row
+        with images as `rlhf_rows.RowImages`."""
 
 
 def load_format(name: str) -> RowFormat:
     """Return the row format that a trainer names in `row_format`. Raises RLHFError without one."""
+    if not isinstance(name, str):
+        raise RLHFError(f"row_format is {name!r}; give the name of an installed row format")
     plugin = find("format", name)
     path = load_record(plugin).read
     made: RowFormat = load_object(path, plugin)
     if not hasattr(made, "open"):
-        raise RLHFError(f"{plugin}: {path} is no row format; decorate it with rlhf_rows.row_format")
+        raise RLHFError(
+            f"{plugin}: {path} is not a row format; decorate it with rlhf_rows.row_format"
+        )
     return made

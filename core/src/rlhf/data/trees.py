@@ -85,7 +85,9 @@ class TreeFile:
     """The examples of one file of `write`, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        digest = _beside(path)
+        self.content = digest.read_text(encoding="utf-8") if digest.exists() else ""
+        """A digest of all that training reads of the examples, which `write` has computed."""
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         self._batches = self._table.to_batches()
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
@@ -178,11 +180,6 @@ class TreeFile:
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
         self._update_with_arrays(digest)
         return digest.hexdigest()
-
-    @property
-    def content(self) -> str:
-        """A digest of all that training reads of the examples, which `write` has computed."""
-        return _beside(self.path).read_text(encoding="utf-8")
 
     def compute_content(self) -> str:
         """Return a digest of tokens, which are trained on, values, inputs, columns and which are of

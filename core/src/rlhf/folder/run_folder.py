@@ -70,8 +70,8 @@ FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, S
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
-    "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "rlhf-vision", "torch", "transformers",
-    "deepspeed", "peft", "datasets", "torchdata", "pluggy", "numpy", "torchvision",
+    "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "rlhf-rows", "rlhf-vision", "torch",
+    "transformers", "deepspeed", "peft", "datasets", "torchdata", "pluggy", "numpy", "torchvision",
     "triton", "liger-kernel", "flash-linear-attention", "mamba-ssm",
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from rlhf.folder.disk import sha256
 from rlhf.folder.run_folder import RECORDED, version_of
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import ModelSpec
+from rlhf.registry.installed import find
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import flow, leaves, to_tree
 from rlhf.train.dataset import Dataset
@@ -145,6 +146,8 @@ def _source_code(trainer: Trainer, backend: str) -> dict[str, str]:
     """Return digests of the source code of core, trainer and backend, which two checkouts may have
     of one version."""
     kinds = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
+    if trainer.row_format is not None:
+        kinds.add(find("format", trainer.row_format).value.partition(":")[0])
     modules = {name.partition(".")[0] for name in ("rlhf", backend, *kinds)}
     return {f"source code of {name}": _digest_of(name) for name in sorted(modules)}
 

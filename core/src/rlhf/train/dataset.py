@@ -151,15 +151,12 @@ def _check_images(data: Dataset, config: Config) -> None:
 def _check_tokens(data: Dataset, config: Config) -> None:
     """Raise RLHFError for a token without an embedding."""
     trainer, known = data.trainer, known_tokens(config)
-    tokenizer = trainer.tokenizer
-    # Only a trainer of raw rows can make tokens that the tokenizer does not have.
-    makes_tokens = trainer.row_format is None
-    if known is None or (not makes_tokens and max(tokenizer.get_vocab().values()) < known):
+    if known is None:
         return
     for part in data.parts.values():
         if beyond := part.first_beyond(known):
             where, number = beyond
-            token = tokenizer.convert_ids_to_tokens(number)
+            token = trainer.tokenizer.convert_ids_to_tokens(number)
             raise RLHFError(
                 f"{where}: {config.model.path} has embeddings for {known:,} tokens but none for "
                 f"{token!r} ({number}); set model.tokenizer to the tokenizer of this model, or add "

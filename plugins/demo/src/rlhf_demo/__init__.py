@@ -27,7 +27,7 @@ FORMATS: dict[str, Maker] = {
     "prompt": arithmetic.prompt,
     "unpaired": arithmetic.unpaired,
 }
-"""What makes rows of core's formats; other formats bring their own."""
+"""What makes rows of the formats of rlhf-rows; other formats bring their own."""
 
 
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
@@ -59,9 +59,9 @@ def _made(name: str, split: str, format: str) -> list[dict[str, Any]]:
             f"demo:{name} has no rows for a trainer without a row_format; give data.train files of "
             "your own (in tests: rows)"
         )
+    make, draw = FORMATS.get(format) or _maker(format), random.Random(f"{format} {split}")
     if name != "arithmetic":
         raise RLHFError(f"demo:{name} has no {format} rows; use demo:arithmetic")
-    make, draw = FORMATS.get(format) or _maker(format), random.Random(f"{format} {split}")
     return [make(problem, draw) for problem in arithmetic.problems(split)]
 
 

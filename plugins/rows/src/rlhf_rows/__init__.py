@@ -10,7 +10,7 @@ from rlhf.plugin import FormatPlugin
 from rlhf_rows.columns import has, shown, type_name
 from rlhf_rows.encoder import Encoded, Rendered, common_prefix
 from rlhf_rows.format import Format, row_format
-from rlhf_rows.images import RowImages
+from rlhf_rows.images import RowImages, open_images
 from rlhf_rows.messages import as_messages
 from rlhf_rows.other_rows import with_our_columns
 from rlhf_rows.tokens import (
@@ -43,6 +43,7 @@ __all__ = [
     "has",
     "join_paths",
     "missing_columns",
+    "open_images",
     "read_row",
     "render_answers",
     "render_conversation",

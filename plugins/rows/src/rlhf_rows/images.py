@@ -50,6 +50,6 @@ def _has_part(value: Any) -> bool:
 
 
 def open_images(images: Any, row: Columns) -> RowImages | None:
-    """Return the images of a row, opened by `images` of a `Reader`; None if it has none."""
+    """Return the images of a row, opened by `images` of `RowFormat.open`; None if it has none."""
     opened: RowImages | None = images.open(row) if images and has_images(row) else None
     return opened

@@ -1,4 +1,4 @@
-"""Rows as users write them, under the columns of core's row formats: conversations of ShareGPT,
+"""Rows as users write them, under the columns of our row formats: conversations of ShareGPT,
 instructions of Alpaca, and the columns that OpenAI, Axolotl, LLaMA-Factory and ms-swift add."""
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ LISTS = ("answers", "ranks", "scores", "completions", "labels")
 
 
 def with_our_columns(row: Columns) -> dict[str, Any]:
-    """Return a row under the names of core's row formats, with lists of messages in the form of
+    """Return a row under the names of our row formats, with lists of messages in the form of
     `as_messages`. Raises RLHFError for a message that cannot be read, and for what a model of text
     cannot use."""
     _raise_if_media(row)

@@ -8,10 +8,10 @@ from typing import Any
 from attrs import Factory, define
 
 from rlhf.errors import RLHFError
-from rlhf.formats import Answer, Columns, Row, errors_at
+from rlhf.formats import Answer, Columns, Row, errors_at, missing_columns
 from rlhf.plugin import documented
 from rlhf_rows.chat import ChatTemplate
-from rlhf_rows.columns import keywords_of, shown, tools_of
+from rlhf_rows.columns import keywords_of, shown, tools_of, type_name
 from rlhf_rows.encoder import Encoded, Encoder, Rendered, Unencoded, common_prefix
 from rlhf_rows.images import open_images
 from rlhf_rows.messages import KNOWN_ROLES, Messages, as_messages
@@ -124,6 +124,9 @@ def join_paths(columns: Columns, paths: Sequence[Encoded]) -> Row:
 
 def render_text(prompt: str, answer: str) -> Rendered:
     """Return plain text of which the answer is trained on."""
+    for value in (prompt, answer):
+        if not isinstance(value, str):
+            raise RLHFError(f"a prompt and its answer must be text, not {type_name(value)}")
     whole = prompt + answer
     return Rendered(whole, ((len(prompt), len(whole)),), bos=True, eos=True)
 
@@ -155,6 +158,8 @@ def render_answers(
 
     `names` are what error messages call the values.
     """
+    if row.get("prompt") is None:
+        raise missing_columns(row, "`prompt`")
     prompt = row["prompt"]
     if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
         if len(values) > 1:  # One answer may well begin with its prompt, several hardly do.

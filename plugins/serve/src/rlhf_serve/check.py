@@ -79,7 +79,9 @@ def read_items(data: str, scorer: Scorer) -> Iterator[tuple[str, Any, list[Any]]
         rows = source.read(Path(scratch))
         for number in range(len(rows)):
             where, row = source.row(rows[number], number)
-            yield (where, *prompt_and_answers(where, with_our_columns(row)))
+            with errors_at(where):
+                ours = with_our_columns(row)
+            yield (where, *prompt_and_answers(where, ours))
 
 
 def prompt_and_answers(where: str, row: Mapping[str, Any]) -> tuple[Any, list[Any]]:

@@ -21,10 +21,11 @@ def plan_arguments(parser: ArgumentParser) -> None:
 
 def cache_arguments(parser: ArgumentParser) -> None:
     """Add the option that removes what is old, and that for JSON."""
+    either = parser.add_mutually_exclusive_group()
     text = "remove what no run has used for so many days"
-    parser.add_argument("--prune", type=positive(float), metavar="DAYS", help=text)
+    either.add_argument("--prune", type=positive(float), metavar="DAYS", help=text)
     text = "print the list as JSON"
-    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
+    either.add_argument("--json", dest="as_json", action="store_true", help=text)
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
@@ -98,7 +99,7 @@ def launch_arguments(command: ArgumentParser) -> None:
 
 
 cache_plugin = CommandPlugin(
-    help="list what runs keep on disk for later ones, and remove what is old",
+    help="list what runs keep in $RLHF_CACHE or ~/.cache/rlhf, and remove what is old",
     run="rlhf_tools.cache:cache_command",
     arguments=cache_arguments,
 )

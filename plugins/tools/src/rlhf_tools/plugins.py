@@ -14,7 +14,7 @@ COLUMNS = ("name", "kind", "distribution", "version", "summary")
 IMPORTS = {
     "command": ("run",),
     "export": ("write",),
-    "format": ("read", "demo"),
+    "format": ("demo",),
     "media": ("reader", "values"),
     "trainer": ("report",),
 }
@@ -68,6 +68,8 @@ def _check(plugin: Any) -> None:
         preview.check_backend(preview.load_backend(plugin))
     elif plugin.kind in ("extension", "observer"):
         preview.hooks_class(plugin)
+    elif plugin.kind == "format":
+        preview.load_format(plugin.name)
     elif plugin.kind == "kernels":
         preview.load_kernels(plugin)
     elif plugin.kind == "rollouts":
@@ -85,7 +87,10 @@ def _check_trainer(plugin: Any) -> None:
     from rlhf import preview  # late: start-up time
 
     record = preview.load_record(plugin)
-    preview.check_trainer(preview.load_object(record.trainer, plugin), record.trainer)
+    trainer = preview.load_object(record.trainer, plugin)
+    preview.check_trainer(trainer, record.trainer)
+    if trainer.row_format is not None:
+        preview.load_format(trainer.row_format)
     if record.demo is not None and not (demo := preview.demo_file(plugin, record)).is_file():
         raise RLHFError(f"its demo {demo} does not exist")
     name = next((row.name for row in installed() if row.kind == "backend"), None)

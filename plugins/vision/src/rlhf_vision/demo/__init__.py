@@ -95,7 +95,7 @@ FORMATS: dict[str, Callable[["Question", random.Random], Row]] = {
     "prompt": prompt,
     "unpaired": unpaired,
 }
-"""What makes rows of core's formats."""
+"""What makes rows of the formats of rlhf-rows."""
 
 
 def asked(question: "Question") -> Row:

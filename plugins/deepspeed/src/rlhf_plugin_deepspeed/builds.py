@@ -111,9 +111,7 @@ def _alone(folder: Path) -> Iterator[None]:
     another has just made in place of an old one."""
     place = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(
-            OSError
-        ):  # Not every shared file system has such locks: none is removed there.
+        with suppress(OSError):  # Not all shared file systems have such locks.
             fcntl.flock(place, fcntl.LOCK_EX)
         yield
     finally:

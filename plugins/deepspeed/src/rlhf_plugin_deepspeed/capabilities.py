@@ -243,11 +243,10 @@ def check_capabilities(
             )
         if row.needs and row.needs not in settings:
             raise RLHFError(f"{row.setting} needs {row.needs}; set both, or remove it")
-        for other in row.excludes:
-            if other in settings:
-                raise RLHFError(
-                    f"{row.setting} cannot be combined with {other}; remove one of the two"
-                )
+        if clash := [other for other in row.excludes if other in settings]:
+            raise RLHFError(
+                f"{row.setting} cannot be combined with {clash[0]}; remove one of the two"
+            )
         if not row.works_at(stage):
             first, last = row.stages[0], row.stages[-1]
             where = f"stage {first}" if first == last else f"stages {first} to {last}"

@@ -21,9 +21,8 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions and communication."""
     version = installed_version()
-    return [
-        _version(version), *_too_new_for(version), _precisions(), _communication(), *_old_locks(),
-    ]  # fmt: skip
+    found = [_version(version), *_too_new_for(version), _precisions(), _communication()]
+    return [*found, *_old_locks()]
 
 
 def _version(version: str) -> Finding:

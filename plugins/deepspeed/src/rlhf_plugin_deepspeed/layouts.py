@@ -20,8 +20,9 @@ OPTIMIZER_COST = 1.5
 """The same of an optimizer on the CPU: two H200 made 21,000 tokens/s instead of 50,000 at 0.5B."""
 WEIGHTS_COST = 1.0
 """The same of weights on the CPU. Not measured: the last resort."""
+FLAGS = ("offload_optimizer", "offload_param")
 OFFLOADS = ((False, False), (True, False), (True, True))
-"""Whether the optimizer is on the CPU, and whether the weights are."""
+"""Whether the optimizer is on the CPU, and whether the weights are: values of `FLAGS`."""
 
 
 def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
@@ -51,18 +52,15 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
 
 def _with(config: Config, target: Resolved) -> Config:
     changes: dict[str, Any] = {"preset": "auto", "stage": target.stage}
-    changes |= {name: getattr(target, name) for name in ("offload_optimizer", "offload_param")}
-    sections: dict[str, Any] = {config.backend_name: evolve(config.backend_section, **changes)}
-    return evolve(config, **sections)
+    changes |= {name: getattr(target, name) for name in FLAGS}
+    return evolve(config, **{config.backend_name: evolve(config.backend_section, **changes)})
 
 
 def _targets(config: Config, resolved: Resolved, shape: ModelShape) -> Iterator[Resolved]:
-    configured_offload = (resolved.offload_optimizer, resolved.offload_param)
+    configured = tuple(getattr(resolved, name) for name in FLAGS)
     for stage in STAGE_COSTS:
-        for optimizer, weights in dict.fromkeys((*OFFLOADS, configured_offload)):
-            target = evolve(
-                resolved, stage=stage, offload_optimizer=optimizer, offload_param=weights
-            )
+        for values in dict.fromkeys((*OFFLOADS, configured)):
+            target = evolve(resolved, stage=stage, **dict(zip(FLAGS, values, strict=True)))
             try:
                 check_capabilities(
                     settings_of(config, target),
@@ -78,7 +76,7 @@ def _targets(config: Config, resolved: Resolved, shape: ModelShape) -> Iterator[
 
 def _settings(section: DeepSpeedConfig, target: Resolved) -> str:
     """Return the settings for `target` that the section does not have."""
-    flags = {name: getattr(target, name) for name in ("offload_optimizer", "offload_param")}
+    flags = {name: getattr(target, name) for name in FLAGS}
     if section.preset == "auto":
         words = [] if section.stage == target.stage else [f"deepspeed.stage {target.stage}"]
         current = {name: bool(getattr(section, name)) for name in flags}

@@ -21,9 +21,8 @@ def launcher_variables() -> list[str]:
         )
     for name in present:
         if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
-            raise RLHFError(
-                f"the launcher set {name} to {os.environ[name]!r}, which is not a number"
-            )
+            value = os.environ[name]
+            raise RLHFError(f"the launcher set {name} to {value!r}, which is not a number")
     return present
 
 

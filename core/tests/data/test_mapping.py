@@ -16,14 +16,14 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 class Questions(Raw):
-    """Encodes raw rows as core encodes its own formats."""
+    """Encodes raw rows as the row formats do."""
 
     def example(self, row: Any) -> Example:
         encoded = encode(self.tokenizer, row["question"], *row["replies"], tools=row.get("tools"))
         return Example(encoded.prompt, encoded.answers)
 
 
-def test_encode_tokenises_as_the_core_does(tmp_path: Path) -> None:
+def test_encode_tokenises_as_the_row_formats_do(tmp_path: Path) -> None:
     template = (
         "{% if tools %}{{ 'w39 ' }}{% endif %}{% for m in messages %}{{ m.content + ' ' }}"
         "{% if m.role == 'assistant' %}{{ '</s> ' }}{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Rows as other projects write them become those of core's formats."""
+"""Rows as other projects write them become those of our formats."""
 
 import json
 from pathlib import Path

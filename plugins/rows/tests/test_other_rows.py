@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_of_another_project_is_that_of_core(name: str) -> None:
+def test_a_row_of_another_project_is_one_of_ours(name: str) -> None:
     format, row, ours = CASES[name]
     (read_row,), (expected,) = read(format, row), read(format, ours)
     assert read_row.prompt == expected.prompt

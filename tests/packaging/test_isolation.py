@@ -23,7 +23,7 @@ plugin = TrainerPlugin(config=Section, trainer="{name}:Missing")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The wheels of the core, the backend, its optimizers, one trainer with the rows of its demo,
     and the commands around runs."""
-    names = ("deepspeed", "demo", "optim", "sft", "tools")
+    names = ("deepspeed", "demo", "optim", "rows", "sft", "tools")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     return [*build(tmp_path_factory.mktemp("wheels"), projects).values()]
 
@@ -85,10 +85,11 @@ def test_plugins_check_reports_a_broken_plugin_and_continues(site: Path) -> None
     assert done.returncode == 2
     state = {line.split("'")[1]: line.split()[0] for line in done.stdout.splitlines()}
     demos = dict.fromkeys(("arithmetic", "base", "equations", "ranked", "sums"), "ok")
-    commands = ("doctor", "inspect", "launch", "plan", "plugins", "push", "report", "runs")
+    commands = ("cache", "doctor", "inspect", "launch", "plan", "plugins", "push", "report", "runs")
+    formats = dict.fromkeys(("demonstration", "preference", "prompt", "unpaired"), "ok")
     tools = dict.fromkeys(("card", *commands), "ok")
     others = {"deepspeed": "ok", "broken": "broken", "sft": "ok", "twin": "broken"}
-    assert state == demos | tools | others
+    assert state == demos | tools | formats | others
 
 
 def test_fifty_plugins_are_listed_without_an_import(site: Path) -> None:

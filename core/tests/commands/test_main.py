@@ -354,7 +354,7 @@ def test_a_broken_command_hurts_only_itself(
     assert "\n  run        train: rlhf run sft " in text
     assert "\nrlhf-hello: What rlhf-hello is\n  gone\n  hello\n  lost\n" in text
     assert f"\n  run        {reserved}\n" in text
-    assert "\nnot installed:\n  doctor     pip install rlhf-tools\n" in text
+    assert "\nnot installed:\n  cache      pip install rlhf-tools\n" in text
     assert main(["config", "toy"]) == 0
     capsys.readouterr()
     gone = (

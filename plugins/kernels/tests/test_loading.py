@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_models import SIZES, config_of, load, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, core_model_loading
 
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh, Plan
 from rlhf.model.load import load_model
 from rlhf.model.role import ModelSpec
@@ -20,7 +20,27 @@ from rlhf_kernels import kernels, loading
 from rlhf_kernels.loading import pinned_copies, through_pinned_memory
 
 CPU = torch.device("cpu")
+SIZES: Any = {
+    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 48,
+}  # fmt: skip
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def write_model(folder: Path, **settings: Any) -> str:
+    """Write a model with random weights into `folder` and return its path."""
+    torch.manual_seed(1)
+    config = LlamaConfig(**SIZES, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def load(path: str, device: torch.device, precision: Any) -> Any:
+    """Load the model of a run, as a single rank does."""
+    spec = ModelSpec(config=Config(model=ModelConfig(path=path)))
+    hooks: Any = None  # Of weights that no backend divides.
+    plan = Plan(precision=precision)
+    return load_model(spec, plan=plan, mesh=Mesh(device=device), hooks=hooks)
 
 
 @pytest.fixture
@@ -105,7 +125,7 @@ def test_each_weight_of_a_model_is_copied_by_the_function_that_is_replaced(
             yield
 
     monkeypatch.setattr(kernels, "pinned_copies", counted)
-    module = load(config_of(write_model(tmp_path, LlamaConfig(**SIZES))))
+    module = load(write_model(tmp_path), CPU, "fp32")
     assert len(copied) == len({*module.causal.parameters()})
 
 
@@ -132,10 +152,8 @@ def test_weights_on_a_device_are_those_of_the_folder(
 
     monkeypatch.setattr(loading, "through_pinned_memory", through)
     monkeypatch.setattr(loading, "PIECE", 1000)
-    path = write_model(tmp_path, LlamaConfig(**SIZES, tie_word_embeddings=True))
-    mesh = Mesh(device=torch.device("cuda", 0))
-    plan, hooks = Plan(precision=precision), Any
-    module = load_model(ModelSpec(config=config_of(path)), plan=plan, mesh=mesh, hooks=hooks)
+    path = write_model(tmp_path, tie_word_embeddings=True)
+    module = load(path, torch.device("cuda", 0), precision)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     own = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
     assert len(passed) == len({*module.causal.parameters()})

@@ -4,7 +4,7 @@ what several plugins need from the core, and lowered whenever the core shrinks."
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "core" / "src" / "rlhf"
-LINES, FILES, ROOMS = 21_799, 148, 13
+LINES, FILES, ROOMS = 21_800, 148, 13
 
 
 def test_the_core_stays_within_its_bounds() -> None:

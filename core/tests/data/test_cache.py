@@ -21,7 +21,7 @@ from numbered_words import (
     write_lines,
 )
 
-from rlhf.data.cache import key, once
+from rlhf.data.cache import key, module_digest, once
 from rlhf.data.example import Example
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -116,6 +116,25 @@ def test_rows_are_tokenised_again_when_another_module_of_the_package_has_changed
     assert lengths == [[3] * 10, [3] * 10, [4] * 10]
     entries = (tmp_path / "cache" / "examples").iterdir()
     assert len([entry for entry in entries if entry.is_dir()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("beside", "counts"), [("mine.egg-info", True), ("other-1.0.dist-info", False)]
+)
+def test_a_file_beside_a_module_counts_unless_it_is_of_another_distribution(
+    beside: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = set()
+    for version in "ab":
+        folder = tmp_path / version
+        (folder / beside).mkdir(parents=True)
+        (folder / "rows_of_one_file.py").write_text("import helper_beside\n")
+        (folder / "helper_beside.py").write_text(version)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            digests.add(module_digest("rows_of_one_file"))
+        assert "rows_of_one_file" not in sys.modules
+    assert len(digests) == 1 + counts
 
 
 FORMAT = """

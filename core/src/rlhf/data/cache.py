@@ -151,7 +151,8 @@ def module_digest(name: str) -> str:
         return name
     path = Path(file)
     # In site-packages there are other distributions beside it.
-    return _python_digest(path.parent, path.name if any(path.parent.glob("*-info")) else "*.py")
+    alone = any(path.parent.glob("*.dist-info"))
+    return _python_digest(path.parent, path.name if alone else "*.py")
 
 
 @functools.cache

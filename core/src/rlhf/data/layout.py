@@ -84,14 +84,13 @@ def _balanced(
     filled: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, number, 0) for number in range(bins)]
     for item in order:
-        size = sizes[item]
         full = []
-        while heap and heap[0][2] + size > tokens:
+        while heap and heap[0][2] + sizes[item] > tokens:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         load, number, used = heap[0]
-        heapq.heapreplace(heap, (load + work[item], number, used + size))
+        heapq.heapreplace(heap, (load + work[item], number, used + sizes[item]))
         filled[number].append(item)
         for entry in full:
             heapq.heappush(heap, entry)

@@ -71,8 +71,7 @@ class RowsToTrees:
         if status == trees.TOO_LONG or (images and status == trees.CUT):
             return trees.tree(status=trees.TOO_LONG)
         if images:
-            inputs = {**example.inputs, **images.inputs(example)}
-            example = attrs.evolve(example, inputs=inputs)
+            example = attrs.evolve(example, inputs={**example.inputs, **images.inputs(example)})
         if status == trees.CUT:
             example = _cut(example, self.data.max_tokens)
             after, labels = num_predictions(example), num_labels(example)

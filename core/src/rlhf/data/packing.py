@@ -189,7 +189,6 @@ def num_predictions(example: Example) -> list[int]:
 def divided(example: Example, tokens: int) -> list[Example]:
     """Return trees of at most `tokens` tokens, or of one answer, that have the answers of
     `example`. An example with values of its own is not divided."""
-    kinds = value_kinds([example])
     room = tokens - len(example.prompt)
     starts, size = [0], 0
     for place, answer in enumerate(example.answers):
@@ -197,7 +196,7 @@ def divided(example: Example, tokens: int) -> list[Example]:
         if size > room and place > starts[-1]:
             starts.append(place)
             size = len(answer.tokens)
-    if len(starts) == 1 or PER_EXAMPLE in kinds.values():
+    if len(starts) == 1 or PER_EXAMPLE in value_kinds([example]).values():
         return [example]
     parts = [slice(*ends) for ends in pairwise([*starts, len(example.answers)])]
     return [

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rlhf.config.sections import Config, DataConfig, DataEntry
+from rlhf.config.sections import Config, DataConfig
 from rlhf.data import trees
 from rlhf.data.cache import key, once
 from rlhf.data.example import ExampleMaker
@@ -59,19 +59,17 @@ def prepare(config: Config, trainer: ExampleMaker, tokenizer: Any, *, which: str
     Raises RLHFError for rows that cannot be read, for data without a trainable row, and for an
     example larger than `batch.tokens`.
     """
-    entries: Sequence[DataEntry] = getattr(config.data, which)
     format = trainer.row_format or "raw"
     made = [
         _prepare_entry(Source(entry, which, format), place, config, trainer, tokenizer)
-        for place, entry in enumerate(entries)
+        for place, entry in enumerate(getattr(config.data, which))
     ]
     report = sum((other for _, other in made[1:]), made[0][1])
-    _check_not_empty(report, config.data, which, [entry.path for entry in entries])
+    _check_not_empty(report, config.data, which)
     parts = [part for part, _ in made if len(part.take)]
     examples = Examples(parts, report)
     _check_placeholders(examples, parts, tokenizer)
-    if isinstance(config.batch.tokens, int):
-        _check_budget(examples, config.batch.tokens)
+    _check_budget(examples, config.batch.tokens)
     return examples
 
 
@@ -103,9 +101,8 @@ def _prepare_entry(
             mapping = RowsToTrees(source, numbers, data, trainer, reader)
             table = _tokenised(rows, mapping, Path(scratch))
             trees.write(table, folder / "examples.arrow")
-            (folder / "report.json").write_text(
-                json.dumps(attrs.asdict(_report(table))), encoding="utf-8"
-            )
+            report = json.dumps(attrs.asdict(_report(table)))
+            (folder / "report.json").write_text(report, encoding="utf-8")
             if files := [text for text in table["files"].unique().to_pylist() if text]:
                 read = {name: digest for text in files for name, digest in json.loads(text).items()}
                 own = {name: getattr(images.reader, name) for name in ("digest", "feature")}
@@ -227,11 +224,12 @@ def _report(table: pa.Table) -> Report:
     )
 
 
-def _check_not_empty(report: Report, data: DataConfig, which: str, paths: Sequence[str]) -> None:
+def _check_not_empty(report: Report, data: DataConfig, which: str) -> None:
     if report.examples:
         return
     if not report.rows:
-        raise RLHFError(f"data.{which}: no rows in {', '.join(paths)}")
+        paths = ", ".join(entry.path for entry in getattr(data, which))
+        raise RLHFError(f"data.{which}: no rows in {paths}")
     reasons = []
     if report.too_long:
         rows = ", ".join(report.lost["too_long"])
@@ -262,10 +260,10 @@ def _check_placeholders(examples: Examples, parts: Sequence[Part], tokenizer: An
             )
 
 
-def _check_budget(examples: Examples, tokens: int) -> None:
+def _check_budget(examples: Examples, tokens: int | Literal["auto"]) -> None:
     largest = int(examples.lengths.argmax())
     size = int(examples.lengths[largest])
-    if size > tokens:
+    if isinstance(tokens, int) and size > tokens:
         raise RLHFError(
             f"{examples.name(largest)}: the example has {size} tokens, more than batch.tokens "
             f"{tokens}; set batch.tokens to at least {size} or lower data.max_tokens"

@@ -194,14 +194,13 @@ def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.d
     """Return a model of this architecture and task without loaded weights, with the dtypes, the
     names in exports and the generation config of `model.path` as transformers' own loaders read
     it."""
-    causal, path = _unfilled(architecture, config.model, task, dtype), resolved(config.model.path)
+    causal = _unfilled(architecture, config.model, task, dtype)
+    path, revision = resolved(config.model.path), config.model.revision
     keep_fp32(causal, dtype)
-    export_as_stored(causal, stored_weights(path, config.model.revision))
+    export_as_stored(causal, stored_weights(path, revision))
     if causal.can_generate():
         try:
-            causal.generation_config = GenerationConfig.from_pretrained(
-                path, revision=config.model.revision
-            )
+            causal.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
         except OSError as error:  # Not every folder has one.
             if damaged := damaged_file(path, ["generation_config.json"]):
                 raise damaged from error

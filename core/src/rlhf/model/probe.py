@@ -51,6 +51,9 @@ OWN_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names of attention dropout in transformers configs; kernels have none."""
 
+ATTENTION_WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Names of windows and chunks of attention in transformers configs, in tokens."""
+
 
 @frozen(kw_only=True)
 class AttentionPath:
@@ -220,8 +223,7 @@ def hidden_and_head_error(
         # A sequence classifier returns only the scores [1, 1] of the last token but padding.
         place = last_token(module.causal, tokens[0]) if expected.dim() == 2 else slice(None)
         error = (products[place] - expected[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
-    used = sum(length for prompt, answers in batch.spans for length in (prompt, *answers))
-    is_finite = hidden[:used].isfinite().all()
+    is_finite = hidden[: batch.num_tokens].isfinite().all()
     return {"hidden": hidden, "head_error": error.max().where(is_finite, torch.inf)}
 
 
@@ -258,21 +260,18 @@ def probe_batch(engine: Engine, longest: int, image: Example | None = None) -> P
     twice."""
     module: Any = engine.module
     config = module.causal.config.get_text_config()
-    window = max(
-        (getattr(config, name, None) or 0) for name in ("sliding_window", "attention_chunk_size")
-    )
+    window = max(getattr(config, name, None) or 0 for name in ATTENTION_WINDOWS)
     prompt = max(min(window, longest - 24), 16)
     spans = ((prompt, (24, 17)), (9, (21,)))
     generator = torch.Generator().manual_seed(0)
-    total = sum(length for prompt, answers in spans for length in (prompt, *answers))
+    used = sum(prompt + sum(answers) for prompt, answers in spans)
     # A compiler takes one block for a size of its own.
-    total = max(-(-total // BLOCK), 2) * BLOCK
+    total = max(-(-used // BLOCK), 2) * BLOCK
     tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
     for placeholder in placeholders(module.causal.config):
         tokens[tokens == placeholder] = 0
-    if image is not None:
-        return batch_with_images(tokens, spans, image).to(engine.device)
-    return blank_batch(tokens, spans).to(engine.device)
+    batch = blank_batch(tokens, spans) if image is None else batch_with_images(tokens, spans, image)
+    return batch.to(engine.device)
 
 
 def batch_with_images(tokens: Tensor, spans: Spans, image: Example) -> PackedBatch:
@@ -287,14 +286,9 @@ def batch_with_images(tokens: Tensor, spans: Spans, image: Example) -> PackedBat
     text = cycle(tokens.tolist())
     examples = []
     for copies, (prompt, answers) in zip((0, 0, 1, 2), (*spans, *WITH_IMAGES), strict=True):
-        parts = [[*islice(text, length)] for length in (prompt, *answers)]
-        examples.append(
-            Example(
-                own * copies + parts[0],
-                [Answer(part) for part in parts[1:]],
-                inputs=repeated(inputs, copies, prompt, answers),
-            )
-        )
+        first, *others = ([*islice(text, length)] for length in (prompt, *answers))
+        tree_inputs = repeated(inputs, copies, prompt, answers)
+        examples.append(Example(own * copies + first, [*map(Answer, others)], inputs=tree_inputs))
     return pack(examples, range(len(examples)), round_to=2 * BLOCK)
 
 

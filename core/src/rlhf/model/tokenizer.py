@@ -99,14 +99,12 @@ def with_defaults(template: Any, values: Mapping[str, Any]) -> str:
             "data.chat_template_kwargs needs one chat template, and the tokenizer has "
             f"{'several' if template else 'none'}; set data.chat_template"
         )
-    unused = [
-        name for name in values if name in NO_ARGUMENTS or not re.search(rf"\b{name}\b", template)
-    ]
-    if unused:
-        raise RLHFError(
-            f"data.chat_template_kwargs: {unused[0]!r} is not an argument of the chat template; "
-            "remove it"
-        )
+    for name in values:
+        if name in NO_ARGUMENTS or not re.search(rf"\b{name}\b", template):
+            raise RLHFError(
+                f"data.chat_template_kwargs: {name!r} is not an argument of the chat template; "
+                "remove it"
+            )
     # Python's literals are Jinja's.
     lines = [f"{{% set {n} = {n} if {n} is defined else {v!r} +%}}" for n, v in values.items()]
     return "".join([*lines, template])

@@ -235,13 +235,11 @@ class Mesh:
             except RLHFError as problem:
                 error = problem
         shared, message = self.gather((value if share else None, error and str(error)))[0]
-        if error is not None:
-            same = SameOnAllRanks(str(error))
+        if message is not None:
+            same = SameOnAllRanks(message)
             for note in getattr(error, "__notes__", ()):
                 same.add_note(note)
             raise same from error
-        if message is not None:
-            raise SameOnAllRanks(message)
         return shared if share else value
 
     @property

@@ -157,11 +157,10 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
     """
     if request.resume is None:
         return None
-    checkpoints = folder / "checkpoints"
     if holds_run(folder):
         _check_settings(request, folder)
     # A requeued job may start in a folder without a run, but not one that names a checkpoint.
-    return checkpoint.find(checkpoints, request.resume, contents=not verified)
+    return checkpoint.find(folder / "checkpoints", request.resume, contents=not verified)
 
 
 def _check_settings(request: Request, folder: Path) -> None:

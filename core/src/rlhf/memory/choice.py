@@ -172,9 +172,7 @@ def advice(fit: StepFit) -> str:
     choice, else the one that takes least."""
     assert fit.peak is not None
     configured = Choice(*fit.token_settings, fit.chosen.name)
-    limit = ADVISED * fit.peak
-    if fit.mesh.memory:
-        limit = min(limit, MARGIN * fit.mesh.memory)
+    limit = min(ADVISED * fit.peak, MARGIN * (fit.mesh.memory or math.inf))
     choices = smaller(fit, configured, any_tokens=True, any_setting=True)
     chosen, peak = first_that_fits(fit, choices, limit=limit)
     if chosen is None or peak > ADVISED * fit.peak:

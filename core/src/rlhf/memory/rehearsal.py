@@ -199,7 +199,6 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
     examples = order.examples
     plans = [order.step(number) for number in range(min(steps, LOOK_AHEAD))]
     each = [rows for plan in plans for micro in plan.layout for rows in micro]
-    accumulates = any(len(plan.layout) > 1 for plan in plans)
     seen = [
         (int(surveyed.lengths[rows].sum()), SurveyRows(plan.epoch, rows))
         for plan in plans if (surveyed := order.surveyed(plan.epoch)) is not None
@@ -219,7 +218,7 @@ def largest(order: RunOrder, steps: int, *, made: Example | None = None) -> Larg
         others=[order[each[number]] for number in others],
         images=(1 + bool(seen)) * int(of_steps.max()),
         survey=order[max(seen, key=itemgetter(0))[1]] if seen else None,
-        accumulates=accumulates,
+        accumulates=any(len(plan.layout) > 1 for plan in plans),
     )
 
 

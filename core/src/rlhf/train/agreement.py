@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.config.sections import Config
 from rlhf.data.cache import module_digest, tokenizer_digest
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import SameOnAllRanks
@@ -42,9 +43,8 @@ def check_start(request: Request, data: Dataset, mesh: Mesh) -> None:
     if mesh.world == 1:
         return
     config, tokenizer = request.config, data.trainer.tokenizer
-    backend = type(config.backend_section).__module__
     _check_alike(mesh, _versions(request), remedy=INSTALL)
-    _check_alike(mesh, digests=_source_code(data.trainer, backend), remedy=INSTALL)
+    _check_alike(mesh, digests=_source_code(data.trainer, config), remedy=INSTALL)
     _check_alike(mesh, _settings(request), remedy="start all ranks with the same settings")
     template = getattr(tokenizer, "chat_template", None)
     found = {"chat template": template, "tokenizer": tokenizer_digest(tokenizer)}
@@ -142,13 +142,14 @@ def _versions(request: Request) -> dict[str, str]:
     return versions | {name: version_of(name) or "(not installed)" for name in (*RECORDED, *plugin)}
 
 
-def _source_code(trainer: Trainer, backend: str) -> dict[str, str]:
+def _source_code(trainer: Trainer, config: Config) -> dict[str, str]:
     """Return digests of the source code of core, trainer and backend, which two checkouts may have
     of one version."""
     kinds = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
     if trainer.row_format is not None:
         kinds.add(find("format", trainer.row_format).value.partition(":")[0])
-    modules = {name.partition(".")[0] for name in ("rlhf", backend, *kinds)}
+    kinds.add(type(config.backend_section).__module__)
+    modules = {name.partition(".")[0] for name in ("rlhf", *kinds)}
     return {f"source code of {name}": _digest_of(name) for name in sorted(modules)}
 
 

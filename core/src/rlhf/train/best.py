@@ -40,12 +40,11 @@ class Best:
             )
         self.seen = step
         value = metrics[name]
-        better = self.step is None or sign * value > sign * self.value
-        if math.isfinite(value) and better:
-            self.step, self.value, self.waited = step, value, 0
-            return True
-        self.waited += 1
-        return False
+        better = math.isfinite(value) and (self.step is None or sign * value > sign * self.value)
+        if better:
+            self.step, self.value = step, value
+        self.waited = 0 if better else self.waited + 1
+        return better
 
     @property
     def exhausted(self) -> bool:

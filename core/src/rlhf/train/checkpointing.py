@@ -28,7 +28,6 @@ RANDOM = "random-{:05d}.safetensors"
 def save(session: Session, step: int) -> None:
     """Write the checkpoint of `step`, complete or not at all, then remove old ones. With
     `checkpoint.async` the files are written while the next steps run. Collective."""
-    mesh = session.mesh
     if session.rollouts is not None:
         session.rollouts.finish(step)
     session.place.enter("checkpoint", step=step)
@@ -38,7 +37,7 @@ def save(session: Session, step: int) -> None:
         retention.check_disk(session.checkpoints, session.checkpoint_bytes)
         for engine in session.saved_engines:
             (part / engine.role).mkdir()
-    mesh.barrier()
+    session.mesh.barrier()
     part = checkpoints.part_folder(session.checkpoints, step)
     background = session.config.checkpoint.async_
     write = _prepare(session, part, step, copied=background)

@@ -197,9 +197,8 @@ def _with_tied(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, Te
 def _recorded(path: Path, *keys: str) -> Any:
     """Return an entry of a JSON file that the run wrote at its start."""
     try:
-        return functools.reduce(
-            operator.getitem, keys, json.loads(path.read_text(encoding="utf-8"))
-        )
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return functools.reduce(operator.getitem, keys, content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"lacks {'.'.join(keys)}" if keys else "is missing or damaged"
         raise RLHFError(

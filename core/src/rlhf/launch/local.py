@@ -131,19 +131,9 @@ class Ranks:
     def wait(self) -> int:
         """Return the exit code of the run; the first rank that fails ends the others."""
         try:
-            while True:
-                codes = [process.poll() for process in self.processes]
-                if all(code is not None for code in codes):
-                    return self._exit_code(codes)
-                if any(code not in (None, 0, STOPPED) for code in codes):
-                    return self._end(self._grace)
-                if STOPPED in codes and self._deadline is None:
-                    self._stop_ranks()  # A signal to one rank only.
-                if late := self._late():
-                    print(f"error: {late}", file=sys.stderr)
-                    self._kill()
-                    return STOPPED
+            while (code := self._poll()) is None:
                 time.sleep(0.05)
+            return code
         except KeyboardInterrupt:
             self._end(2.0)
             raise
@@ -155,6 +145,25 @@ class Ranks:
         self._problems.seek(0)
         first = self._problems.readline().decode().strip()
         return first or "a process of the run has failed; its output says why"
+
+    def _poll(self) -> int | None:
+        """Return the exit code of the run, None while it continues. End it if a rank has failed, or
+        if it was stopped and will not save any more."""
+        codes = self._codes()
+        if None not in codes:
+            return self._exit_code(codes)
+        if any(code not in (None, 0, STOPPED) for code in codes):
+            return self._end(self._grace)
+        if STOPPED in codes and self._deadline is None:
+            self._stop_ranks()  # A signal to one rank only.
+        if late := self._late():
+            print(f"error: {late}", file=sys.stderr)
+            self._kill()
+            return STOPPED
+        return None
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -189,11 +198,9 @@ class Ranks:
     def _end(self, grace: float) -> int:
         """Give the other ranks time to end with the same error, then kill them."""
         deadline = time.monotonic() + grace
-        while time.monotonic() < deadline and any(
-            process.poll() is None for process in self.processes
-        ):
+        while time.monotonic() < deadline and None in self._codes():
             time.sleep(0.05)
-        codes = [process.poll() for process in self.processes]
+        codes = self._codes()
         self._kill()
         return self._exit_code(codes)
 

@@ -100,13 +100,7 @@ def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
     for path in (part / MANIFEST, *folders, part):
         _sync(path)
     target = step_folder(checkpoints, step)
-    replaced = checkpoints / REPLACED.format(target.name)
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    part.rename(target)
-    _sync(checkpoints)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _rename(part, target)
     return target
 
 
@@ -120,6 +114,17 @@ def _await_digests(part: Path, *, ranks: int) -> None:
                 "folder on all hosts"
             )
         time.sleep(0.1)
+
+
+def _rename(part: Path, target: Path) -> None:
+    """Give a complete checkpoint its name, in place of an earlier one of the same step."""
+    replaced = target.with_name(REPLACED.format(target.name))
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    part.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def set_aside(checkpoints: Path, *, after: int) -> list[str]:

@@ -27,11 +27,7 @@ def rotate(
     """Remove what was set aside, and all but the newest `keep` checkpoints, or fewer if they are
     larger than `max_gb` together. The newest and that of step `spare` stay. Folders with other
     names are never touched."""
-    for folder in checkpoints.glob(ASIDE.format("step-*")):
-        shutil.rmtree(folder)
-    for folder in checkpoints.glob(REPLACED.format("step-*")):
-        if step_folder(checkpoints, step_of(folder)).exists():
-            shutil.rmtree(folder)
+    _remove_hidden(checkpoints)
     folders = all_checkpoints(checkpoints)[::-1]
     must_stay = [folder for folder in folders if folder in folders[:1] or step_of(folder) == spare]
     room = math.inf if max_gb is None else max_gb * GB - sum(map(_bytes, must_stay))
@@ -42,6 +38,15 @@ def rotate(
         if number >= keep or room < 0:
             # Without its manifest, a folder that a kill leaves half removed is not a checkpoint.
             (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+
+
+def _remove_hidden(checkpoints: Path) -> None:
+    """Remove the checkpoints that were set aside, and those that others have replaced."""
+    for folder in checkpoints.glob(ASIDE.format("step-*")):
+        shutil.rmtree(folder)
+    for folder in checkpoints.glob(REPLACED.format("step-*")):
+        if step_folder(checkpoints, step_of(folder)).exists():
             shutil.rmtree(folder)
 
 

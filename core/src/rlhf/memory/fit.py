@@ -72,8 +72,7 @@ class StepFit:
         """The ways in which the backend can run this configuration, the fastest first."""
         if isinstance(self.rehearsed, NotRehearsed):
             return ()
-        shape = self.rehearsed.policy.shape
-        layouts = layouts_of(self.hooks, self.config, self.mesh, shape)
+        layouts = layouts_of(self.hooks, self.config, self.mesh, self.rehearsed.policy.shape)
         return sorted(layouts, key=lambda layout: layout.cost)
 
     @property

@@ -191,11 +191,10 @@ class Gradients:
         self._wide = unscaled and hidden.dtype == torch.float16
         self._hidden, self._weight = hidden, weight
         self._single = len(hidden) <= chunk
-        needs_hidden, needs_weight, needs_bias = needed
+        needs_hidden, self._needs_weight, needs_bias = needed
         dtype = torch.float32 if self._wide else hidden.dtype
         self._for_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         self._for_weight: Tensor | None = None
-        self._needs_weight = needs_weight
         self._for_bias = None
         if needs_bias and bias is not None:
             self._for_bias = torch.zeros_like(bias, dtype=torch.float32)

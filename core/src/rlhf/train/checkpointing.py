@@ -87,7 +87,7 @@ def _complete(session: Session, writing: Writing) -> None:
 def restore(session: Session, folder: Path) -> tuple[int, str]:
     """Restore a checkpoint. Returns the number of its step, and what another layout changes, in
     words. Collective."""
-    mesh, state = session.mesh, _read(folder)
+    state = _read(folder)
     for engine in session.saved_engines:
         session.hooks.load_checkpoint(engine=engine, saved=SavedEngine(folder / engine.role))
     for role, schedule in schedules(session).items():
@@ -98,14 +98,20 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     session.evaluation_owed = state["owed"]
     if session.rollouts is not None:
         session.rollouts.load(folder, state["step"])
-    step, ranks = state["step"], state["ranks"]
+    return state["step"], _restore_random(session, folder, state)
+
+
+def _restore_random(session: Session, folder: Path, state: Mapping[str, Any]) -> str:
+    """Restore the random generators of this rank; in another layout seed them, and return in words
+    what differs."""
+    mesh, ranks = session.mesh, state["ranks"]
     if (ranks, state.get("axes", [ranks, 1, 1])) == (mesh.world, _axes(mesh)):
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
-        return step, ""
-    random_state.seed_generators(session.config.train.seed, mesh.shards.rank, step)
+        return ""
+    random_state.seed_generators(session.config.train.seed, mesh.shards.rank, state["step"])
     by = counted(ranks, "rank")
     other = f"saved by {by}" if ranks != mesh.world else f"the {by} were divided in another way"
-    return step, f"; {other}, so random numbers differ"
+    return f"; {other}, so random numbers differ"
 
 
 def check_data(folder: Path, train: Examples, mesh: Mesh) -> None:

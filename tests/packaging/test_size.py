@@ -32,5 +32,5 @@ def lengths(source: str) -> list[int]:
     return [
         node.end_lineno - node.lineno + 1
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]

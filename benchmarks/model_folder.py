@@ -1,5 +1,5 @@
-"""Make a model folder without weights: a shape of the Qwen2.5 family, of a hybrid one or of one
-that reads images, and a byte-level tokenizer trained on given rows.
+"""Make a model folder without weights: a shape of the Qwen2.5 family, of a hybrid model, a mixture
+of experts or a model that reads images, and a byte-level tokenizer trained on given rows.
 
     python benchmarks/model_folder.py FOLDER --shape 1.5b --rows chats.jsonl.gz
 
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
     Qwen3VLConfig,
 )
 
@@ -30,7 +31,7 @@ DENSE = {  # hidden, intermediate, layers, heads, KV heads, tied embeddings, as 
     "7b": (3584, 18944, 28, 28, 4, False),
 }
 VOCABULARY = 151_936
-HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3.5-2b": (
         Qwen3_5TextConfig,
         {"vocab_size": 248_320, "hidden_size": 2048, "intermediate_size": 6144}
@@ -45,10 +46,20 @@ HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"num_experts_per_tok": 0, "num_attention_heads": 32, "num_key_value_heads": 8}
         | {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
         | {"mamba_chunk_size": 256, "position_embedding_type": "nope"}
-        | {"layer_types": [*["mamba"] * 9, "attention"] * 4},
+        | {"layer_types": [*["mamba"] * 9, "attention"] * 4}
+        # It has no experts, for which TRL would compute a loss of routers.
+        | {"router_aux_loss_coef": 0.0},
+    ),
+    "qwen3-30b-a3b-cut": (
+        Qwen3MoeConfig,
+        {"vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144}
+        | {"num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4}
+        | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False},
     ),
 }
-"""Shapes of layers that take turns with attention, with a vocabulary of their own."""
+"""Shapes of other families: layers that take turns with attention, and a mixture of experts with 8
+of its 48 layers, so that it fits on one card."""
 VISION: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": {
         "text_config": {"vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144}
@@ -68,7 +79,7 @@ VISION: dict[str, dict[str, Any]] = {
     },
 }
 """Shapes of Qwen3-VL, whose patches have 16 pixels a side and are merged two by two."""
-SHAPES = (*DENSE, *HYBRID, *VISION)
+SHAPES = (*DENSE, *OTHERS, *VISION)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 OF_IMAGES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PROCESSOR = {
@@ -107,11 +118,10 @@ def make(folder: Path, *, shape: str, rows: Path, vocabulary: int = VOCABULARY) 
         tokenizer.add_tokens(list(OF_IMAGES), special_tokens=True)
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    if shape in HYBRID:
-        kind, sizes = HYBRID[shape]
-        kind(
-            **sizes, **ends, max_position_embeddings=32_768, tie_word_embeddings=True
-        ).save_pretrained(folder)
+    if shape in OTHERS:
+        kind, sizes = OTHERS[shape]
+        common = {"max_position_embeddings": 32_768, "tie_word_embeddings": True} | ends
+        kind(**common | sizes).save_pretrained(folder)
         return
     if shape in VISION:
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))

@@ -1,5 +1,6 @@
 """`rlhf` by the slow path: padded rows under the model's own attention and layers, with torch's
-operators instead of fused kernels. What is fast is held against it (`curves.py`).
+operators instead of fused kernels and flash-linear-attention. What is fast is held against it
+(`curves.py`).
 
     python benchmarks/slow_path.py run sft --model MODEL --data ROWS
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 from rlhf import devices
 
+sys.modules["fla"] = None  # type: ignore[assignment]  # As if it were not installed.
 devices.fused_on = lambda kind: False
 
 from rlhf.commands.main import main  # noqa: E402

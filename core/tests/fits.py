@@ -7,11 +7,11 @@ import torch
 
 from rlhf.engine import Mesh
 from rlhf.memory.fit import StepFit
-from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
 from rlhf.train.set_up import step_fit
 from rlhf_devkit import tiny
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

@@ -23,11 +23,11 @@ from rlhf.data.tokenise import prepare
 from rlhf.engine import Mesh
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.readouts import token_logprobs
-from rlhf.registry.gateway import build_gateways
 from rlhf.train.context import RunContext
 from rlhf.trainer import Loss, Trainer
 from rlhf_demo import rows
 from rlhf_devkit import scratch
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

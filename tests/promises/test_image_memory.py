@@ -16,12 +16,12 @@ from rlhf.memory.choice import AMPLE, choose
 from rlhf.memory.estimate import count_step
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import STRICT, Rehearsed, largest
-from rlhf.registry.gateway import build_gateways
 from rlhf.registry.installed import NotInstalled
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
 from rlhf.train.set_up import step_fit
 from rlhf.trainer import PackedBatch
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 from rlhf_devkit.tiny import in_plain_torch, step_memory, write_rows
 

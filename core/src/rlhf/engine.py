@@ -73,6 +73,8 @@ class ModelShape:
     """Number of layers in towers for images and sounds."""
     scans: int = 0
     """Number of layers with a recurrent scan."""
+    idle: int = 0
+    """Number of parameters of a mixture's experts that a token does not pass."""
 
     @property
     def mean_layer(self) -> int:

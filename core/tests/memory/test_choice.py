@@ -14,11 +14,11 @@ from rlhf.memory import choice
 from rlhf.memory.choice import AMPLE, Choice, choose
 from rlhf.memory.fit import MARGIN, SCAN, StepFit
 from rlhf.memory.rehearsal import STRICT
-from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import Dataset, prepare_data
 from rlhf.train.set_up import out_of_memory, step_fit
 from rlhf_devkit import tiny
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

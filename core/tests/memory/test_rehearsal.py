@@ -27,7 +27,6 @@ from rlhf.memory.choice import advice, memory_error
 from rlhf.memory.estimate import CountedStep, Estimate, LiveBytes, count_step
 from rlhf.memory.rehearsal import STRICT, largest_made
 from rlhf.readouts import token_logprobs
-from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.train.dataset import prepare_data
 from rlhf.train.introduction import keep_traceback, memory_lines
@@ -35,6 +34,7 @@ from rlhf.train.rank import ran_out
 from rlhf.train.set_up import set_up
 from rlhf.trainer import Loss, PackedBatch, Term, Trainer
 from rlhf_devkit import tiny
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

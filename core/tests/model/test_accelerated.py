@@ -26,12 +26,12 @@ from rlhf.model.accelerated import (
 )
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import choose_path
-from rlhf.registry.gateway import build_gateways
 from rlhf.registry.installed import find_kernels
 from rlhf.request.reader import read_config
 from rlhf.train.context import RunContext
 from rlhf_devkit import tiny
 from rlhf_devkit.families import FAMILIES
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 META = torch.device("meta")

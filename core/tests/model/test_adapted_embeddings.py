@@ -24,8 +24,8 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.role import ModelSpec
 from rlhf.model.save import check_exportable, save_tokenizer_and_config, verify_export
 from rlhf.model.task import Task
-from rlhf.registry.gateway import build_gateways
 from rlhf.train.context import RunContext
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 EMBEDDING = ("embed_tokens", "q_proj")

@@ -27,9 +27,9 @@ from rlhf.model import probe
 from rlhf.model.finite import check_finite
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path, probe_batch
-from rlhf.registry.gateway import build_gateways
 from rlhf.train.context import RunContext, probed_alike
 from rlhf_devkit import tiny
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

@@ -15,8 +15,8 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.setting_names import setting_with
-from rlhf.registry.gateway import build_gateways
 from rlhf.train.context import RunContext
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

@@ -13,10 +13,11 @@ import rlhf.train.default_hooks  # noqa: F401  The fixture `install` hides torch
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks, RunRecord, hookimpl
-from rlhf.registry.gateway import build_gateways, load_hooks
+from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf_devkit.distributions import Install
+from rlhf_devkit.gateways import build_gateways
 
 HERE = __name__
 RUN = RunRecord(name="toy", folder=Path("nowhere"), config=Config(), steps=3)

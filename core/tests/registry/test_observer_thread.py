@@ -17,11 +17,11 @@ import pytest
 from rlhf.config.sections import Config
 from rlhf.hookspecs import RunRecord, hookimpl
 from rlhf.registry import observers as limits
-from rlhf.registry.gateway import build_gateways
 from rlhf.registry.observers import ObserverGateway, ObserverThread
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
 from rlhf_devkit.bench import LIKELIHOOD
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 from rlhf_devkit.tiny import short_run
 

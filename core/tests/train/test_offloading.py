@@ -12,8 +12,8 @@ from fits import on_accelerator, small_run
 from rlhf.engine import Mesh, StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.memory.rehearsal import Rehearsed
-from rlhf.registry.gateway import build_gateways
 from rlhf.train.offloading import TRAINING, Phase, Phases, phase_peak, shortage
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 
 

@@ -4,21 +4,33 @@ import importlib
 import sys
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from rlhf_kernels import scans
 from rlhf_kernels.paths import CHUNK, ends_of
 from rlhf_kernels.scans import LIBRARIES
 
+KERNEL = "chunk_fwd_kernel_h"
 NAMES = ["chunk_local_cumsum", "chunk_fwd_o", "chunk_bwd_dqkwg", "chunk_bwd_dv"]
+
+
+class Config(NamedTuple):
+    """A configuration of a kernel, as Triton has it."""
+
+    kwargs: dict[str, int]
+    num_warps: int
+    num_stages: int
 
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`rlhf_kernels.fla_parts`, as it is with the library."""
+    """`rlhf_kernels.fla_parts`, as it is with the library on a Hopper GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     states = SimpleNamespace()
 
     def offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
@@ -32,6 +44,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         chunk_fwd_h=number_of_chunks,
         chunk_bwd_dh=number_of_chunks,
     )
+    tuner = SimpleNamespace(configs=[Config({"BK": size, "BV": 32}, 1, 4) for size in (32, 64)])
+    setattr(states, KERNEL, SimpleNamespace(fn=tuner))
     others = SimpleNamespace(**dict.fromkeys(NAMES, len))
     found = {"common.chunk_h": states, "common.chunk_o": others, "utils": others}
     for name, module in found.items():
@@ -56,6 +70,12 @@ def test_elsewhere_offsets_are_what_the_library_computes(parts: Any) -> None:
     offsets = parts._states.prepare_chunk_offsets(ends["cu_seqlens"], CHUNK)
     assert offsets[:-1].tolist() == [0, 1]
     assert type(offsets + 1) is Tensor
+
+
+def test_a_kernel_that_triton_times_itself_has_one_configuration(parts: Any) -> None:
+    tiles, launch = {"BK": 64, "BV": 64}, {"num_warps": 2, "num_stages": 2}
+    assert scans.tuned_configs()[KERNEL] == {**tiles, **launch}
+    assert getattr(parts._states, KERNEL).fn.configs == [Config(tiles, **launch)]
 
 
 @pytest.mark.skipif(find_spec("fla") is not None, reason="it is installed")

@@ -13,7 +13,15 @@ from rlhf.memory.estimate import LiveBytes
 from rlhf.model.parts import decoder
 from rlhf_devkit.families import FAMILIES, SIZES
 from rlhf_kernels.fused import check_fusible, check_gates_known, not_fusible
-from rlhf_kernels.gates import ACTIVATIONS, activation_of, factors, gates_of, recompute_products
+from rlhf_kernels.gates import (
+    ACTIVATIONS,
+    activation_of,
+    factors,
+    gates_of,
+    output_of,
+    parts_of,
+    recompute_products,
+)
 
 KNOWN = {name: {"gelu"} for name in ("Gemma 2", "Gemma 3", "Gemma 4", "RecurrentGemma")} | {
     "Zamba2": {""}
@@ -133,11 +141,19 @@ def test_layers_that_are_fused_compute_the_product_of_their_activation(name: str
     found = {activation_of(layer) for layer in layers}
     assert found == KNOWN.get(name, {"silu"} if layers else set())
     for layer in layers:
-        hidden = torch.randn(3, layer.down_proj.out_features)
+        hidden = torch.randn(3, getattr(layer, parts_of(layer)[1]).out_features)
         gate, up = factors(layer, hidden)
         for activation in found - {""}:
-            expected = layer.down_proj(ACTIVATIONS[activation](gate) * up)
+            expected = output_of(layer, ACTIVATIONS[activation](gate) * up)
             torch.testing.assert_close(layer(hidden), expected)
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Granite 4", "Granite 4, dense"])
+def test_gated_layers_are_found_under_other_names(name: str) -> None:
+    kind, options = FAMILIES[name]
+    config = getattr(transformers, kind)(**options)
+    causal = transformers.AutoModelForCausalLM.from_config(config)
+    assert len(gates_of(decoder(causal))) == config.num_hidden_layers
 
 
 def test_a_layer_that_does_more_than_the_product_is_not_fused() -> None:

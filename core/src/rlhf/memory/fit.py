@@ -132,12 +132,12 @@ class StepFit:
 
     @property
     def layer(self) -> int:
-        """Parameters of a mean layer of the trained model, for the time in which the host launches
-        a layer with attention."""
+        """Parameters of a mean layer of the trained model that a token passes, for the time in
+        which the host launches a layer with attention."""
         assert isinstance(self.rehearsed, Rehearsed)
         shape = self.rehearsed.policy.shape
         layers = max(shape.layers + shape.tower_layers, 1)
-        return shape.mean_layer * layers // (layers + (SCAN - 1) * shape.scans)
+        return (shape.mean_layer * layers - shape.idle) // (layers + (SCAN - 1) * shape.scans)
 
     @property
     def token_settings(self) -> tuple[int, Recompute]:

@@ -76,6 +76,7 @@ def shape_of(module: nn.Module) -> ModelShape:
             len(module) for module in beyond_text(causal) if isinstance(module, nn.ModuleList)
         ),
         scans=num_scans(causal),
+        idle=num_idle(causal),
     )
 
 
@@ -84,6 +85,13 @@ def num_scans(causal: Any) -> int:
     text, recurrent = causal.config.get_text_config(), {*recurrent_layers(causal)} - {"conv"}
     kinds = getattr(text, "layer_types", None) or [text.model_type] * text.num_hidden_layers
     return sum(kind in recurrent for kind in kinds)
+
+
+def num_idle(causal: Any) -> int:
+    """Return the number of parameters of a model's experts that a token does not pass."""
+    top = getattr(causal.config.get_text_config(), "num_experts_per_tok", None)
+    experts = [p for name, p in causal.named_parameters() if ".experts." in name and p.dim() == 3]
+    return sum(p.numel() - p[0].numel() * top for p in experts) if top else 0
 
 
 def tensor_ranks(config: Any) -> tuple[int, str]:

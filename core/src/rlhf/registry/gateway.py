@@ -72,21 +72,9 @@ def hooks_class(plugin: Installed) -> Any:
     return cls
 
 
-def build_gateways(
-    backend: object,
-    extensions: Iterable[object] = (),
-    observers: Mapping[str, object] = MappingProxyType({}),
-) -> tuple[BackendGateway, ObserverGateway]:
-    """Return the gateways of these objects.
-
-    The first extension is the outermost, the first observer is called first. Raises RLHFError for
-    an implementation that pluggy would call wrongly or not at all.
-    """
-    return build_backend(backend, extensions), ObserverGateway(_makers(observers))
-
-
-def build_backend(backend: object, extensions: Iterable[object]) -> BackendGateway:
-    """Return the gateway of a backend with the extensions around it."""
+def build_backend(backend: object, extensions: Iterable[object] = ()) -> BackendGateway:
+    """Return the gateway of a backend with the extensions around it, the first as the outermost.
+    Raises RLHFError for an implementation that pluggy would call wrongly or not at all."""
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(BackendHooks)
     check_backend(backend)

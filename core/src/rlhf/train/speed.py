@@ -61,12 +61,12 @@ class Speed:
 
 
 def flops(shape: ModelShape, plan: StepPlan) -> float:
-    """Return the operations of a step over all ranks, forward and backward, without
-    recomputation: two per weight and token forward, four backward (two for a frozen weight),
-    the head only on predicted tokens, and half of full attention, since it is causal."""
+    """Return the operations of a step over all ranks, forward and backward, without recomputation:
+    two per weight and token forward, four backward (two for a frozen weight), the head only on
+    predicted tokens, experts only on theirs, and half of full attention, since it is causal."""
     frozen_share = 1 - shape.trainable / max(shape.parameters, 1)
     per_weight = 6 - 2 * frozen_share
-    body = max(shape.parameters - shape.head - shape.lookup, 0)
+    body = max(shape.parameters - shape.head - shape.lookup - shape.idle, 0)
     tokens, predicted = float(plan.lengths.sum()), plan.totals["tokens"]
     pairs = float((plan.lengths * plan.paths).sum()) / 2
     return (

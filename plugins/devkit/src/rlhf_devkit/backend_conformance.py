@@ -24,7 +24,7 @@ from rlhf.config.field_docs import documented
 from rlhf.engine import Layout
 from rlhf.hookspecs import Finding
 from rlhf.plugin import BackendPlugin, Config
-from rlhf.registry.gateway import BackendGateway, build_gateways, check_backend
+from rlhf.registry.gateway import BackendGateway, build_backend, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 from rlhf.request.settings_tree import to_tree
@@ -430,7 +430,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
 
 def gateway(hooks: str) -> BackendGateway:
     """Return the backend behind core's gateway, which refuses a hook that returns None."""
-    return build_gateways(load_object(hooks)())[0]
+    return build_backend(load_object(hooks)())
 
 
 def _beside(policy: Any, reference: Any) -> dict[str, Any]:

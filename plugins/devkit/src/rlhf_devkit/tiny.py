@@ -32,7 +32,7 @@ from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest, made_of
 from rlhf.model.packed import PackedModel, PathName
 from rlhf.plugin import BackendPlugin
-from rlhf.registry.gateway import BackendGateway, build_gateways
+from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.train import rank as rank_run
@@ -48,6 +48,7 @@ from rlhf.trainer import Sample
 from rlhf_backend_torch import TorchEngine
 from rlhf_devkit import scratch
 from rlhf_devkit.curves import Metrics
+from rlhf_devkit.gateways import build_gateways
 from rlhf_devkit.plain import PlainBackend
 from rlhf_devkit.waits import Wait, Waits
 

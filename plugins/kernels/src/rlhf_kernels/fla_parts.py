@@ -1,7 +1,8 @@
 """The parts of gated linear attention in flash-linear-attention.
 
 Its functions of states read on the host how many chunks there are, for which they wait in every
-layer. Here they get it from the number of `chunk_indices`.
+layer. Here they get it from the number of `chunk_indices`. Some of their kernels have 48
+configurations, which Triton times at their first use. Here they have the one of `tuned.json`.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rlhf_kernels.mamba import Parts
 from rlhf_kernels.paths import CHUNK
+from rlhf_kernels.scans import tuned_configs
 
 # Raises ImportError if it is not installed.
 _states: Any = import_module("fla.ops.common.chunk_h")
@@ -58,6 +60,20 @@ def counted(own: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def use_tuned(module: Any) -> None:
+    """Have the kernels of a module that are under `triton.autotune` run in one configuration."""
+    for name, options in tuned_configs().items():
+        tuner = getattr(module, name, None)
+        while tuner is not None and not hasattr(tuner, "configs"):
+            tuner = tuner.fn  # Below heuristics.
+        if tuner is not None:
+            launch = {key: options[key] for key in ("num_warps", "num_stages")}
+            tiles = {key: value for key, value in options.items() if key not in launch}
+            tuner.configs = [type(tuner.configs[0])(tiles, **launch)]
+
+
+use_tuned(_states)
+use_tuned(_outputs)
 _states.prepare_chunk_offsets = without_wait(_states.prepare_chunk_offsets)
 PARTS = Parts(
     sums=_utils.chunk_local_cumsum,

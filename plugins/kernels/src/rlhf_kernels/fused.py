@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import fused_on, replace_forward, replaced_forward
 from rlhf.errors import RLHFError
-from rlhf_kernels.gates import Product, activation_of, factors, gates_of
+from rlhf_kernels.gates import Product, activation_of, factors, gates_of, output_of
 from rlhf_kernels.liger import liger_module
 from rlhf_kernels.meta import MetaGate
 from rlhf_kernels.norms import fuse_norms
@@ -92,7 +92,7 @@ def _fuse_gate(layer: Any, device: torch.device) -> bool:
 
 
 def _gated(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
-    return layer.down_proj(product(*factors(layer, hidden)))
+    return output_of(layer, product(*factors(layer, hidden)))
 
 
 def product_of(layer: Any, device: torch.device) -> Product | None:

@@ -19,8 +19,14 @@ from rlhf.engine import replace_forward
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """act(gate) * up; keeps only both factors for backward."""
-PARTS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
-"""Names of the linear modules of a gated layer."""
+PARTS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),  # LFM2
+    (("input_linear",), "output_linear"),  # Granite
+)
+"""Names of the linear modules of a gated layer: those of its factors, or the one of both, and the
+one that takes the product."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu, "gelu": partial(gelu, approximate="tanh"),
 }  # fmt: skip
@@ -29,18 +35,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def gates_of(decoder: nn.Module) -> list[Any]:
     """Return the gated feed-forward layers of a decoder, recognised by their parts' names."""
-    return [
-        module
-        for module in decoder.modules()
-        if any(names <= dict(module.named_children()).keys() for names in PARTS)
-    ]
+    return [module for module in decoder.modules() if parts_of(module)[0]]
+
+
+def parts_of(layer: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Return which of `PARTS` a layer has; no names if it is not a gated one."""
+    for inputs, output in PARTS:
+        parts = map(layer._modules.get, (*inputs, output))
+        if all(hasattr(part, "in_features") for part in parts):
+            return inputs, output
+    return (), ""
 
 
 def activation_of(layer: nn.Module) -> str:
     """Return the activation of a layer that computes down(act(gate(x)) * up(x)) and nothing more:
     `silu`, or `gelu` approximated by tanh. Empty for any other layer. A few numbers sent through
     the layer's code, with small linear modules in it, tell."""
-    if layer._parameters or layer._buffers:
+    inputs, output = parts_of(layer)
+    if not inputs or layer._parameters or layer._buffers:
         return ""
     same: Any = copy.copy(layer)
     draw = torch.Generator().manual_seed(0)
@@ -50,11 +62,9 @@ def activation_of(layer: nn.Module) -> str:
         module.weight.data = torch.randn(outputs, inputs, generator=draw, device="cpu")
         return module
 
-    joint = hasattr(layer, "gate_up_proj")
-    drawn = {"gate_up_proj": linear(4, 12)} if joint else {}
-    drawn = drawn or {"gate_proj": linear(4, 6), "up_proj": linear(4, 6)}
+    drawn = {name: linear(4, 12 // len(inputs)) for name in inputs} | {output: linear(6, 4)}
     others = {name: copy.copy(part) for name, part in layer._modules.items()}
-    same.__dict__["_modules"] = {**others, **drawn, "down_proj": linear(6, 4)}
+    same.__dict__["_modules"] = others | drawn
     for part in (same, *same.children()):
         part.training = True  # A layer with dropout does more.
     # Large values show a layer that limits them.
@@ -67,7 +77,7 @@ def activation_of(layer: nn.Module) -> str:
             return ""
         gate, up = factors(same, sample)
         for name, activation in ACTIVATIONS.items():
-            expected = same.down_proj(activation(gate) * up)
+            expected = output_of(same, activation(gate) * up)
             if isinstance(actual, Tensor) and torch.allclose(actual, expected, rtol=1e-5):
                 return name
     return ""
@@ -88,17 +98,24 @@ def _forward(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
     gate, up = factors(layer, hidden)
     value = product(gate, up)
     if not torch.is_grad_enabled():
-        return layer.down_proj(value)
+        return output_of(layer, value)
     with saved_tensors_hooks(*_recomputing(value, gate, up, product)):
-        return layer.down_proj(value)
+        return output_of(layer, value)
 
 
 def factors(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors of the product: the gate before its activation, and the other input."""
-    if hasattr(layer, "gate_up_proj"):
-        gate, up = layer.gate_up_proj(hidden).chunk(2, dim=-1)
-        return gate.contiguous(), up.contiguous()
-    return layer.gate_proj(hidden), layer.up_proj(hidden)
+    found = [getattr(layer, name)(hidden) for name in parts_of(layer)[0]]
+    if len(found) == 1:
+        found = [half.contiguous() for half in found[0].chunk(2, dim=-1)]
+    gate, up = found
+    return gate, up
+
+
+def output_of(layer: Any, product: Tensor) -> Tensor:
+    """Return what a gated layer makes of the product of its factors."""
+    output: Tensor = getattr(layer, parts_of(layer)[1])(product)
+    return output
 
 
 def _recomputing(
@@ -108,8 +125,8 @@ def _recomputing(
     storage, size = _storage(value), value.numel()
 
     def pack(saved: Tensor) -> Any:
-        # down_proj may save a view of the product, so the storage is compared. Under LoRA with
-        # dropout it also saves other tensors, which are kept as they are.
+        # The last module may save a view of the product, so the storage is compared. Under LoRA
+        # with dropout it also saves other tensors, which are kept as they are.
         same = _storage(saved) == storage and saved.numel() == size
         return saved.shape if same and saved.is_contiguous() else saved
 

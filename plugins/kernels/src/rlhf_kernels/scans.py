@@ -100,18 +100,23 @@ def use_tuned_configs() -> None:
     for minutes, machines with such devices may choose others, which round otherwise, and every
     launch looks the choice up by all arguments, which takes a third of the library's time on the
     host."""
-    of_nvidia = torch.cuda.is_available() and torch.version.hip is None
-    if not of_nvidia or VARIABLES & os.environ.keys():
-        return
     with suppress(ImportError, AttributeError):  # Another version may have no such class.
         tuner: Any = import_module("fla.ops.utils.cache").CachedAutotuner
         if tuner.run.__module__ != __name__:  # Another function may have been loaded before.
-            major, minor = torch.cuda.get_device_capability()
-            known = json.loads(TUNED.read_text(encoding="utf-8"))
-            tuner.run = tuned(known.get(f"sm{major}{minor}", {}), tuner.run)
+            tuner.run = tuned(tuned_configs(), tuner.run)
 
 
-def tuned(known: Mapping[str, Any], own: Callable[..., Any]) -> Callable[..., Any]:
+def tuned_configs() -> Mapping[str, Mapping[str, int]]:
+    """Return the configurations that were the fastest on a device of this kind, by kernel."""
+    of_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    if not of_nvidia or VARIABLES & os.environ.keys():
+        return {}
+    major, minor = torch.cuda.get_device_capability()
+    known: dict[str, Any] = json.loads(TUNED.read_text(encoding="utf-8"))
+    return known.get(f"sm{major}{minor}", {})
+
+
+def tuned(known: Mapping[str, Mapping[str, int]], own: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method `run` of the library's tuner with `known` configurations."""
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:

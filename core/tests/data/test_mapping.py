@@ -11,6 +11,7 @@ from rlhf.config.sections import DataEntry
 from rlhf.data.example import Answer, Example
 from rlhf.errors import RLHFError
 from rlhf_rows import encode
+from rlhf_rows.format import FormatReader
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -149,3 +150,14 @@ def test_columns_of_own_rows_are_renamed_and_answers_without_tokens_drop_a_row(
     found = examples_of(entry, trainer=Odd)
     assert [example.values["margin"] for example in found] == [0.5, 1.5]
     assert found.report.empty == 2
+
+
+def test_a_reader_that_loses_a_row_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FormatReader.read
+    monkeypatch.setattr(FormatReader, "read", lambda self, *rows: read(self, *rows)[1:])
+    lines = write_lines(tmp_path / "rows.jsonl", [{"prompt": "w1", "completion": "w2"}] * 2)
+    with pytest.raises(RLHFError) as caught:
+        examples_of(lines, trainer=Demonstrations)
+    assert str(caught.value) == "the row format demonstration read 2 rows as 1 list"

@@ -41,6 +41,9 @@ class RowsToTrees:
         bad: dict[int, BadImage] = {}
         if self.reader is not None:
             rows = self.reader.read(raw, bad if self.data.bad_images == "drop" else None)
+            if len(rows) != len(raw):
+                name, given = self.trainer.row_format, counted(len(rows), "list")
+                raise RLHFError(f"the row format {name} read {counted(len(raw), 'row')} as {given}")
         out, call = [], f"{type(self.trainer).__name__}.example()"
         for index, (made, number, read) in enumerate(zip(rows, numbers, columns, strict=True)):
             origin = {"row": number, "place": self.source.place(read, number)}

@@ -54,8 +54,8 @@ class RowFormat(Protocol):
         """Return a reader for the tokenizer, its chat template and the trainer's own `section`.
 
         `whole` is `Trainer.renders_whole`. `template` is what errors call the chat template, empty
-        for that of the tokenizer. `images.open(columns)` opens the images of a row
-        with images as `rlhf_rows.RowImages`."""
+        for that of the tokenizer. `images.open(columns)` opens the images of a row with images as
+        `rlhf_rows.RowImages`."""
 
 
 def load_format(name: str) -> RowFormat:

@@ -18,7 +18,7 @@ ADAMW: dict[str, Any] = {
     for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 }
 """Names of AdamW with 32-bit states."""
-ONLY_ADAMW = "AdamW with 32-bit states is used here; set optim.name for Lion, Muon and SGD"
+ONLY_ADAMW = "AdamW with 32-bit states is used here; set optim.name for another optimizer"
 PER_EXAMPLE = "here the router loss is computed over each example"
 PACKING = (
     "packing is always on here. There, a batch counts packed rows; here, batch.size counts "

@@ -3,6 +3,7 @@ and LLaMA-Factory take whole and Axolotl in part."""
 
 from typing import Any
 
+from rlhf.plugin import LORA_VARIANTS
 from rlhf_migrate.foreign.project import OFF, Rule, factor, lost, read, to, unneeded
 
 SCHEDULES: dict[str, Any] = {
@@ -32,10 +33,7 @@ EPOCH_ENDS = (
 )
 TRACKERS = "install rlhf-observer-NAME and name it in `observers`"
 
-LORA = {
-    "use_rslora": to("lora.rslora", off=(None, False)),
-    "use_dora": to("lora.dora", off=(None, False)),
-}
+LORA = {theirs: to(f"lora.{ours}", off=(None, False)) for ours, theirs in LORA_VARIANTS.items()}
 """peft's names of variants of LoRA, which the projects take as they are."""
 BATCH = {
     "per_device_train_batch_size": factor("batch.size"),

@@ -20,6 +20,7 @@ from rlhf import hookspecs
 from rlhf_migrate.foreign import FOREIGN, PROJECTS, Rule
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES
 from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS
+from rlhf_plugin_deepspeed.kinds import OPTIMIZERS
 from rlhf_plugin_deepspeed.patches.install import path_of
 from rlhf_plugin_deepspeed.patches.table import PATCHES
 
@@ -87,8 +88,14 @@ This is the output of `rlhf config sft`:
 
 
 def backends_page() -> str:
-    """Return backends.md with its tables of DeepSpeed's presets, capabilities and patches."""
-    parts = {"presets": _presets(), "capabilities": _capabilities(), "patches": _patches()}
+    """Return backends.md with its tables of DeepSpeed's presets, capabilities, optimizers and
+    patches."""
+    parts = {
+        "presets": _presets(),
+        "capabilities": _capabilities(),
+        "optimizers": _optimizers(),
+        "patches": _patches(),
+    }
     return _filled("backends.md", parts)
 
 
@@ -254,6 +261,16 @@ def _capabilities() -> str:
         for row in CAPABILITIES
     )
     return _table(("feature", "setting", "DeepSpeed", "stages", "precisions", "not with"), rows)
+
+
+def _optimizers() -> str:
+    rows = []
+    for kind in OPTIMIZERS:
+        states = str(kind.states)
+        if kind.layer_states is not None:
+            states = f"{kind.layer_states}, of some weights {states}"
+        rows.append((f"`{kind.name}`", states, kind.note))
+    return _table(("`optim.name`", "states per parameter", "notes"), rows)
 
 
 def _short(target: str) -> str:

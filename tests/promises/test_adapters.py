@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sft_runs
 from rlhf.commands.main import main
 from rlhf.model.exported import exported_model
+from rlhf.plugin import LORA_VARIANTS, READ_BASE
 from rlhf_devkit import column, command, short_run, tiny
 from rlhf_devkit.plain import PlainBackend
 from rlhf_devkit.ranks import Ranks
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from sft_runs import Inputs
 
-ADAPTERS = {
-    "dora": ("--lora.dora", "true"),
+ADAPTERS = {name: (f"--lora.{name}", "true") for name in LORA_VARIANTS} | {
     "tied embedding": ("--lora.modules_to_save", "[embed_tokens]"),
     "head and norms": ("--lora.modules_to_save", "[lm_head, input_layernorm]"),
     "dora and embedding": ("--lora.dora", "true", "--lora.modules_to_save", "[embed_tokens]"),
@@ -53,7 +53,8 @@ def words(name: str, inputs: Inputs, untied: Path, output: Path, *more: str) -> 
 
 
 def cases() -> list[Any]:
-    stages = {"dora": (1, 2), "dora and embedding": (2,), "dora on the embedding": (2,)}
+    stages: dict[str, tuple[int, ...]] = dict.fromkeys(READ_BASE, (1, 2))
+    stages |= {"dora and embedding": (2,), "dora on the embedding": (2,)}
     every = [(name, stage) for name in ADAPTERS for stage in stages.get(name, (2, 3))]
     return [case if case in QUICK else pytest.param(*case, marks=heavy) for case in every]
 
@@ -117,7 +118,7 @@ def test_the_exported_and_the_merged_model_are_the_adapted_one(
     assert first == pytest.approx(metrics[-1]["eval/loss"], abs=1e-5)
     card = (run / "model" / "README.md").read_text()
     needs_merge = "first merge the adapter with `rlhf merge MODEL MERGED`" in card
-    assert needs_merge == (name not in ("on the embedding", "half frozen"))
+    assert needs_merge == (name not in ("rslora", "on the embedding", "half frozen"))
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=heavy), 3])

@@ -13,6 +13,8 @@ from rlhf.config.field_docs import documented
 from rlhf.config.reference_modes import check_reference
 from rlhf.config.sections import (
     ADAMW,
+    LORA_VARIANTS,
+    READ_BASE,
     Config,
     DataConfig,
     ModelConfig,
@@ -24,6 +26,8 @@ from rlhf.errors import RLHFError
 
 __all__ = [
     "ADAMW",
+    "LORA_VARIANTS",
+    "READ_BASE",
     "BackendPlugin",
     "CommandPlugin",
     "Config",

@@ -35,12 +35,7 @@ from rlhf.model.task import reads_images
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 
-__all__ = [
-    "Scorer",
-    "open_scorer",
-    "parse_object",
-    "parts_of",
-]
+__all__ = ["Scorer", "open_scorer", "parse_object", "parts_of"]
 
 MAX_TOKENS = 8192
 """Tokens of a forward pass by default."""

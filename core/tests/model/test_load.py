@@ -19,8 +19,15 @@ from transformers import (
 )
 
 from rlhf import sharding
-from rlhf.config.sections import LoraConfig, OptimConfig, TrainConfig
+from rlhf.config.sections import (
+    LORA_VARIANTS,
+    READ_BASE,
+    LoraConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from rlhf.engine import free, is_sharded, register_sharding, whole_shape
+from rlhf.model.adapters import base_reader
 from rlhf.model.shape import shape_of
 from rlhf.model.trainable import parameter_groups
 
@@ -124,6 +131,15 @@ def test_rslora_scales_the_update_by_the_root_of_the_rank(
     module = load(config_of(llama, lora=LoraConfig(rank=4, alpha=8, rslora=rslora)))
     layers = [part for part in module.modules() if isinstance(part, LoraLayer)]
     assert {layer.scaling["default"] for layer in layers} == {scale}
+
+
+@pytest.mark.parametrize("name", LORA_VARIANTS)
+def test_each_variant_of_lora_turns_on_only_its_own_argument_of_peft(llama: str, name: str) -> None:
+    module = load(config_of(llama, lora=LoraConfig(rank=4, **{name: True})))
+    settings = module.model.peft_config["default"]
+    found = {ours: getattr(settings, theirs) for ours, theirs in LORA_VARIANTS.items()}
+    assert found == dict.fromkeys(LORA_VARIANTS, False) | {name: True}
+    assert base_reader(settings) == READ_BASE.get(name)
 
 
 @pytest.mark.parametrize("lora", [{"dora": True}, {"modules_to_save": ("embed_tokens", "norm")}])

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from rlhf.errors import RLHFError
-from rlhf.plugin import ModelConfig
+from rlhf.plugin import READ_BASE, ModelConfig
 from rlhf_devkit import read_config
 from rlhf_devkit.problem import configure
 from rlhf_plugin_deepspeed import config as section_of
@@ -43,9 +43,8 @@ VALUES = {
     "deepspeed.tensor_parallel": "2",
     "model.quantize": "nf4",
     "model.fp8": "tensorwise",
-    "lora.dora": "true",
     "lora.parameters": "[experts]",
-}
+} | {f"lora.{name}": "true" for name in READ_BASE}
 """What turns a setting of the table on, unless its name says it or it is a key of JSON."""
 ROWS = [row for row in CAPABILITIES if row.setting in VALUES or " " in row.setting or row.kind]
 

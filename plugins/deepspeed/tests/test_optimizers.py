@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from rlhf.errors import RLHFError
-from rlhf_devkit.problem import Case, configure, follow, shape, whole_weights
+from rlhf_devkit.problem import Case, TinyModel, configure, follow, shape, whole_weights
 from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed import plugin
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter
+from rlhf_plugin_deepspeed.optimizer import FlatAdamW, build
 
 NAMES = [kind.name for kind in plugin.optimizers if kind.name != "adamw"]
 LAYOUTS = (
@@ -24,15 +25,15 @@ LAYOUTS = (
     {"preset": "zero3_offload", "persistence_threshold": 0},
     {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.5, "persistence_threshold": 0},
 )
-QUICK = {"lion": LAYOUTS[::2], "muon": LAYOUTS[1::2], "sgd": LAYOUTS[:1]}
-"""Each optimizer and each layout."""
+QUICK = {"lion": LAYOUTS[::2], "muon": LAYOUTS[1::2]}
+"""Where the layouts of an optimizer are not marked `matrix`; of others it is the first."""
 
 
 def combinations():
     """All optimizers in all layouts."""
     for name in NAMES:
         for settings in LAYOUTS:
-            marks = [] if settings in QUICK[name] else [pytest.mark.matrix]
+            marks = [] if settings in QUICK.get(name, LAYOUTS[:1]) else [pytest.mark.matrix]
             yield pytest.param(name, settings, marks=marks, id=f"{name}-{settings}")
 
 
@@ -41,6 +42,13 @@ each_layout = pytest.mark.parametrize(("name", "settings"), [*combinations()])
 
 def test_every_name_has_a_title():
     assert [*TITLES] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_builds_an_optimizer_of_its_own(name):
+    model = TinyModel()
+    groups = [{"params": [*model.parameters()]}]
+    assert type(build(groups, model, configure(optimizer=name))) is not FlatAdamW
 
 
 class Adamax(DeepSpeedBackend):

@@ -86,6 +86,15 @@ def test_the_update_of_bf16_states_takes_less_on_the_device_of_the_mesh(monkeypa
     assert slow["updating"] > fused["updating"]
 
 
+def test_the_update_of_lion_also_takes_its_signs():
+    parts = [
+        estimate(run, plan(8, 80 * GIB, stage=2), SHAPE, world=8, trained=True)
+        for run in (half(), evolve(half(), optim=OptimConfig(name="lion")))
+    ]
+    adamw, lion = (part["updating"] for part in parts)
+    assert lion - adamw == 4 * SHAPE.trainable // 8
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sums_that_an_early_deepspeed_gets_wrong_are_refused(stage):
     def check(version, **zero):

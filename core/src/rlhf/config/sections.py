@@ -338,6 +338,14 @@ class LoraConfig:
     """Names of modules that are trained whole and saved with the adapter, such as embed_tokens."""
 
 
+LORA_VARIANTS = {"rslora": "use_rslora", "dora": "use_dora"}
+"""The settings in `lora` that choose a variant of LoRA, and the argument of peft that takes the
+value of each."""
+READ_BASE = {"dora": "DoRA"}
+"""The variants that read the base's weight outside of its forward, and their names in errors. They
+work neither in FP8 nor at ZeRO stage 3, nor for stacked weights."""
+
+
 @frozen(kw_only=True)
 class NamedSections:
     """Plugins with a section of settings each."""

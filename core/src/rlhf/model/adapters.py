@@ -16,7 +16,7 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import LORA_VARIANTS, READ_BASE, Config, ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.accelerated import compiles, setting
 from rlhf.model.parts import output_layer, outside
@@ -99,13 +99,19 @@ def check_head(folder: str, causal: Any, *, was_tied: bool) -> None:
 def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
     """Raise RLHFError for an existing adapter that layers cannot be compiled with, as the settings
     of new ones are refused."""
-    dora, stacked = (getattr(settings, name, None) for name in ("use_dora", "target_parameters"))
-    if (model.fp8 and (dora or stacked)) or (stacked and compiles(model)):
-        kind = "DoRA" if dora else "adapters of stacked weights"
+    variant, stacked = base_reader(settings), getattr(settings, "target_parameters", None)
+    if (model.fp8 and (variant or stacked)) or (stacked and compiles(model)):
         raise RLHFError(
-            f"model.adapter {folder} has {kind}, which cannot be combined with {setting(model)}; "
-            f"remove {setting(model)}"
+            f"model.adapter {folder} has {variant or 'adapters of stacked weights'}, which cannot "
+            f"be combined with {setting(model)}; remove {setting(model)}"
         )
+
+
+def base_reader(settings: Any) -> str | None:
+    """Return the name of the variant of LoRA that reads the base's weight outside of its forward,
+    if it is chosen in peft's settings."""
+    chosen = (name for name in READ_BASE if getattr(settings, LORA_VARIANTS[name], None))
+    return next(map(READ_BASE.get, chosen), None)
 
 
 def tied_head(causal: Any) -> nn.Parameter | None:
@@ -206,8 +212,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     return LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
+        **{theirs: getattr(lora, ours) for ours, theirs in LORA_VARIANTS.items()},
         lora_dropout=lora.dropout,
         target_modules=targets,
         exclude_modules=others,

@@ -137,11 +137,11 @@ def check_shardable(model: ModelConfig, task: Task) -> None:
             "remove model.quantize"
         )
     if model.adapter:
-        from rlhf.model.adapters import read_adapter  # late: start-up time
+        from rlhf.model.adapters import base_reader, read_adapter  # late: start-up time
 
-        if read_adapter(model.adapter, task).use_dora:
+        if variant := base_reader(read_adapter(model.adapter, task)):
             raise RLHFError(
-                f"model.adapter {model.adapter} is a DoRA adapter, which cannot be trained at "
+                f"model.adapter {model.adapter} is a {variant} adapter, which cannot be trained at "
                 "ZeRO stage 3; choose stage 2 or lower"
             )
 

@@ -2,7 +2,7 @@
 
 import attrs
 
-from rlhf.config.sections import Config, OptimConfig
+from rlhf.config.sections import READ_BASE, Config, LoraConfig, OptimConfig
 from rlhf.config.source_names import DEMO, without_revisions
 from rlhf.errors import nearest
 from rlhf.plugin import broken_rules
@@ -17,7 +17,8 @@ def contradictions(config: Config) -> list[str]:
     steps, constant = train.steps, optim.schedule == "constant"
     unversioned = without_revisions(model.path)
     random, quantized = model.init == "random", model.quantize is not None
-    best, lora = config.checkpoint.best, config.lora
+    best, lora = config.checkpoint.best, config.lora or LoraConfig()
+    readers = [f"lora.{name}" for name in READ_BASE if getattr(lora, name)]
     fp8 = model.fp8 is not None
     compiled, not_compiled = model.kernels == "compile" or fp8, ("liger", "none")
     compiler = "model.fp8" if fp8 else "model.kernels compile"
@@ -28,15 +29,9 @@ def contradictions(config: Config) -> list[str]:
         ("model.adapter continues an existing adapter; remove lora", adapter and config.lora),
         (f"model.adapter {exclusive} model.init random; {remedy}", adapter and random),
         (f"model.quantize {exclusive} model.init random; {remedy}", quantized and random),
-        (
-            f"lora.parameters {exclusive} lora.dora; {remedy}",
-            lora and lora.parameters and lora.dora,
-        ),
-        (f"lora.dora {exclusive} model.fp8; {remedy}", lora and lora.dora and fp8),
-        (
-            f"lora.parameters {exclusive} lora.dropout; {remedy}",
-            lora and lora.parameters and lora.dropout,
-        ),
+        *((f"lora.parameters {exclusive} {name}; {remedy}", lora.parameters) for name in readers),
+        *((f"{name} {exclusive} model.fp8; {remedy}", fp8) for name in readers),
+        (f"lora.parameters {exclusive} lora.dropout; {remedy}", lora.parameters and lora.dropout),
         (
             f"model.revision has no effect on {unversioned}; remove it",
             model.revision and unversioned,
@@ -53,10 +48,7 @@ def contradictions(config: Config) -> list[str]:
             f"model.recompute selective {exclusive} {compiler}; set it to auto, none or full",
             compiled and model.recompute == "selective",
         ),
-        (
-            f"model.router_loss {exclusive} {compiler}; set it to 0",
-            model.router_loss and compiled,
-        ),
+        (f"model.router_loss {exclusive} {compiler}; set it to 0", model.router_loss and compiled),
         ("optim.min_lr has no effect with optim.schedule constant", optim.min_lr and constant),
         ("train.eval_every needs data.eval", train.eval_every and not held_out),
         ("train.eval_at_start needs data.eval", train.eval_at_start and not held_out),

@@ -23,12 +23,7 @@ from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.packed import PREFIX, PackedModel
 from rlhf.model.role import POLICY, ModelSpec
-from rlhf.model.save import (
-    SCORED_BY,
-    buckets_of,
-    save_tokenizer_and_config,
-    verify_export,
-)
+from rlhf.model.save import SCORED_BY, buckets_of, save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import BackendGateway

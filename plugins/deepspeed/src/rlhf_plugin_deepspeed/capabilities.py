@@ -7,6 +7,7 @@ from typing import Any
 from attrs import frozen
 
 from rlhf.errors import RLHFError
+from rlhf.plugin import READ_BASE
 from rlhf_plugin_deepspeed.kinds import TITLES
 from rlhf_plugin_deepspeed.versions import older
 
@@ -126,11 +127,14 @@ CAPABILITIES = (
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
     # peft reads the base weight outside of its layer's forward.
-    Capability(
-        feature="DoRA adapters",
-        setting="lora.dora",
-        stages=(0, 1, 2),
-        alternative="use the preset zero2, which shards what the adapter trains",
+    *(
+        Capability(
+            feature=f"{title} adapters",
+            setting=f"lora.{name}",
+            stages=(0, 1, 2),
+            alternative="use the preset zero2, which shards what the adapter trains",
+        )
+        for name, title in READ_BASE.items()
     ),
     # peft replaces the weights in every forward, and has all experts' factors in one matrix.
     Capability(
@@ -169,7 +173,7 @@ CAPABILITIES = (
         precisions=("fp32", "bf16"),
         excludes=(
             "model.quantize",
-            "lora.dora",
+            *(f"lora.{name}" for name in READ_BASE),
             "model.kernels compile",
             "model.fp8",
         ),

@@ -8,6 +8,7 @@ from attrs import frozen
 from rlhf.engine import ModelShape, fused_on
 from rlhf.plugin import Config
 from rlhf_optim import CHUNK
+from rlhf_plugin_deepspeed.kinds import STEP_BYTES
 from rlhf_plugin_deepspeed.muon import AT_ONCE
 from rlhf_plugin_deepspeed.partial import host_share
 from rlhf_plugin_deepspeed.plans import ZeroPlan
@@ -29,7 +30,7 @@ class Bytes:
     gradient: int
     master: int
     optimizer: float
-    """The optimizer's states: AdamW's two moments, one of Lion and SGD, Muon's mean."""
+    """The optimizer's states, such as AdamW's two moments; Muon's is a mean over its weights."""
 
 
 def bytes_per_parameter(config: Config, shape: ModelShape, *, stage: int) -> Bytes:
@@ -150,8 +151,7 @@ def _updating(
     if stage == 0 and world > 1:
         # Gradients are reduced in separate buckets, over bf16 states in float32.
         taken += (size.weight + (4 if rounded else 0)) * min(shape.trainable, BUCKET)
-    if config.optim.name == "lion":
-        taken += 4 * share  # The signs.
+    taken += STEP_BYTES.get(config.optim.name, 0) * share
     if rounded and not fused:
         # The update computes in float32, on a part of the weights at a time.
         taken += 28 * min(share, CHUNK)

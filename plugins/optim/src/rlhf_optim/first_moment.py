@@ -1,4 +1,4 @@
-"""Optimizers that keep one tensor per parameter: Lion, and gradient descent with momentum.
+"""Optimizers that keep one tensor per parameter, such as Lion.
 
 Every element is updated by itself, so that the result does not depend on how the weights are
 sharded. Weight decay is decoupled, as AdamW's.

@@ -31,8 +31,15 @@ TASKS = {
 }
 """By task, or `images` for a language model that also reads images: what the card calls a model,
 its pipeline on the hub, and the end of the names of the auto classes in transformers and peft."""
-NEEDS_MERGE = ("use_dora", "modules_to_save", "target_parameters")
-"""Settings of an adapter that vLLM does not read."""
+PLAIN = (
+    *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path"),
+    *("revision", "inference_mode", "r", "lora_alpha", "use_rslora", "lora_dropout"),
+    *("target_modules", "exclude_modules", "init_lora_weights", "fan_in_fan_out"),
+    # They have an effect only beside other settings.
+    *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
+)
+"""Settings of an adapter with which vLLM computes what peft does. With any other, such as
+`use_dora`, the adapter has to be merged."""
 
 
 def write_card(folder: Path, run: Path, *, role: str, until: float) -> None:
@@ -73,12 +80,21 @@ def card(run: Path, folder: Path, role: str, records: Sequence[Mapping[str, Any]
         step=records[-1]["step"] if records else 0, head=head, base=base, trainer=trainer,
         kind=kind, pipeline=pipeline, suffix=suffix, images=images, data=data,
         counts_of={part: it for part, it in counts_of.items() if {*COUNTS} <= {*it}},
-        adapted=bool(adapter), needs_merge=any(adapter.get(key) for key in NEEDS_MERGE),
+        adapted=bool(adapter), needs_merge=needs_merge(adapter),
         extra=EXTRA_FILE if (folder / EXTRA_FILE).is_file() else "", names=names, rows=rows,
         config=_without_places({k: v for k, v in config.items() if k not in LEFT_OUT}),
         versions=[f"{name} {version}" for name, version in versions.items()
                   if name not in ("trainer", "trust_remote_code")],
     )  # fmt: skip
+
+
+def needs_merge(adapter: Mapping[str, Any]) -> bool:
+    """Return whether an adapter has a setting that is not known to be plain."""
+    return any(
+        value and value != "none"  # peft's value of `bias` for none.
+        for name, value in adapter.items()
+        if name not in PLAIN
+    )
 
 
 def name_of(path: str) -> str:

@@ -3,6 +3,7 @@ and LLaMA-Factory take whole and Axolotl in part."""
 
 from typing import Any
 
+from rlhf.plugin import LORA_VARIANTS
 from rlhf_migrate.foreign.project import OFF, Rule, factor, lost, read, to, unneeded
 
 SCHEDULES: dict[str, Any] = {
@@ -18,7 +19,7 @@ ADAMW: dict[str, Any] = {
     for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 }
 """Names of AdamW with 32-bit states."""
-ONLY_ADAMW = "AdamW with 32-bit states is used here; set optim.name for Lion, Muon and SGD"
+ONLY_ADAMW = "AdamW with 32-bit states is used here; set optim.name for another optimizer"
 PER_EXAMPLE = "here the router loss is computed over each example"
 PACKING = (
     "packing is always on here. There, a batch counts packed rows; here, batch.size counts "
@@ -32,10 +33,7 @@ EPOCH_ENDS = (
 )
 TRACKERS = "install rlhf-observer-NAME and name it in `observers`"
 
-LORA = {
-    "use_rslora": to("lora.rslora", off=(None, False)),
-    "use_dora": to("lora.dora", off=(None, False)),
-}
+LORA = {theirs: to(f"lora.{ours}", off=(None, False)) for ours, theirs in LORA_VARIANTS.items()}
 """peft's names of variants of LoRA, which the projects take as they are."""
 BATCH = {
     "per_device_train_batch_size": factor("batch.size"),

@@ -193,12 +193,26 @@ MORE: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "muse_spark_audio": {"num_hidden_layers": 4},
+    "muse_spark_audio": {"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]}
+    | {"num_hidden_layers": 2},
     "radio": {"video_temporal_patch_size": 2},
     "step3p5": {"sliding_window": 8},
     "mistral_large4_text": {"num_key_value_heads": 4, "head_dim": 8},
     "glm5_next_text": LATENT | {"qk_rope_head_dim": 0, "head_dim": 8},
     "molmo2_adapter": {"vision_feature_layer": [0, -1]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}}
+    | {"ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"}
+    | {"vision_config": TOWER | {"model_type": "clip_vision_model", "hidden_size": 64}},
+    "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 64},
+    "dots3_note_vision_encoder": {"per_layer_config": {}, "mlp_layer_types": ["dense"]}
+    | {"adapter_in_dim": 32, "adapter_out_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_output_size": 64},
+    "apertus1p5": {"image_token_id": 90, "audio_token_id": 91}
+    | {"image_token_offset": 100, "audio_token_offset": 150},
+    "apertus1p5_text": {"vocab_size": 200},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 50},
+    "wavtokenizer_encoder": {"codebook_dim": 32, "codebook_size": 50},
     "modernbert-decoder": {"num_hidden_layers": 3, "local_attention": 16}
     | {"cls_token_id": 1, "sep_token_id": 2},
 }
@@ -371,7 +385,8 @@ def rows() -> Iterator[str]:
     yield "random models. `python core/tests/every_type.py` writes this page; the matrix of tests"
     yield "compares it. The batch has prompts with several answers. `error` is the largest error of"
     yield "a log-probability against the model's own, one path at a time. An export is opened again"
-    yield "by transformers. What is not tried has sizes of other names, or its code fails."
+    yield "by transformers. What is not tried has sizes of other names, needs a library that is not"
+    yield "installed, or its code fails."
     for title, types in (("Causal types", TEXT), ("Types that also read images", WHOLE)):
         yield ""
         yield f"## {title}"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import every_type
 import pytest
 import torch
 import transformers
@@ -150,6 +151,21 @@ def test_text_is_packed_and_has_the_models_own_logprobs(tmp_path: Path, name: st
     logits = own(input_ids=tokens).logits
     causal = language_model(module.causal)
     torch.testing.assert_close(causal(input_ids=tokens).logits, logits)
+
+
+def test_a_tower_keeps_the_only_attention_that_it_has() -> None:
+    if "apertus1p5" not in every_type.WHOLE:
+        pytest.skip("transformers has no apertus1p5")
+    with every_type.quiet():
+        config = every_type.tiny_model("apertus1p5").config
+        module = PackedModel(AutoModelForImageTextToText.from_config(config))
+    for _ in range(2):
+        module.path = "separate"
+        assert config._attn_implementation == "sdpa"
+        assert config.text_config._attn_implementation == "sdpa"
+        assert config.vision_config._attn_implementation == "eager"
+        module.path = "tree"
+        assert config.text_config._attn_implementation == "rlhf_tree"
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -11,7 +11,7 @@ from rlhf.model.architecture import DTYPES, config_in, needs_code, settle_tying
 from rlhf.model.stored import TEMPLATES, TOKENIZER, WEIGHTS, damaged_file
 from rlhf.model.task import FORMS, Task, auto_class, head_weights
 from rlhf.model.tying import check_tied
-from rlhf.model.weights import quiet_transformers, warn_of_unused
+from rlhf.model.weights import quiet_transformers, unread_weights, warn_of_unused
 
 READ = ("config.json", *WEIGHTS)
 """Files of a model folder that are read to load it."""
@@ -63,6 +63,7 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
         damaged = damaged_file(folder, READ) or damaged_file(base, READ)
         raise damaged or RLHFError(f"cannot load {name} ({first_line(error)}); {remedy}") from error
     check_tied(model, base)
+    report["unexpected_keys"].update(unread_weights(model, base, revision))
     warn_of_unused(base, model, report["unexpected_keys"])
     if adapted:
         missing = sorted(report["missing_keys"] - head_weights(model))

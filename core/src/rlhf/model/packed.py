@@ -90,6 +90,9 @@ class PackedModel(nn.Module):
         self.form = LogitForm()
         """What the model does with the products of its head; the start-up probe sets it."""
         self.default_attention = default_attention(self.causal)
+        parts = {n: getattr(self.causal.config, n, None) for n in self.causal.config.sub_configs}
+        # A tower may have no other attention.
+        self._eager = [n for n in parts if getattr(parts[n], "_attn_implementation", "") == "eager"]
         self.path = path
 
     @property
@@ -99,10 +102,7 @@ class PackedModel(nn.Module):
 
     @property
     def path(self) -> PathName:
-        """How hidden states are computed; the start-up probe sets it.
-
-        Setting it also switches the model's attention implementation.
-        """
+        """How hidden states are computed, and by which attention; the start-up probe sets it."""
         return self._path
 
     @path.setter
@@ -114,7 +114,9 @@ class PackedModel(nn.Module):
         self._states = kernels.run_trees(self.causal) if kernels else None
         implementation = attention.NAME if ours else self.default_attention
         if self.causal.config._attn_implementation != implementation:
-            self.causal.set_attn_implementation(implementation)
+            parts = dict.fromkeys(("", *self.causal.config.sub_configs), implementation)
+            own = {} if ours else dict.fromkeys(self._eager, "eager")
+            self.causal.set_attn_implementation(parts | own)
             for config in configs_of_towers(self.causal) if ours else ():
                 config._attn_implementation = attention.OF_IMAGES
 

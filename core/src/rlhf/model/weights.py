@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
@@ -87,18 +87,16 @@ def pretrained_model(
             f"model.init to random for new weights"
         ) from error
     check_tied(causal, path)
-    unread = unread_weights(causal, stored_weights(path, config.model.revision))
-    if check_loading_report(path, architecture, causal, report, task, unread):
+    report["unexpected_keys"].update(unread_weights(causal, path, config.model.revision))
+    if check_loading_report(path, architecture, causal, report, task):
         draw_head(causal, config.train.seed)
     return causal
 
 
 def check_loading_report(
-    path: str, architecture: Any, causal: Any, report: Mapping[str, Any], task: Task,
-    unread: Iterable[str],
-) -> bool:  # fmt: skip
-    """Return whether only a classifier's new head is missing from the folder. `unread` are the
-    names in it that transformers leaves out without saying so.
+    path: str, architecture: Any, causal: Any, report: Mapping[str, Any], task: Task
+) -> bool:
+    """Return whether only a classifier's new head is missing from the folder.
 
     Raises RLHFError for a weight of another shape and for any other missing weight; warns of
     weights that the model does not use.
@@ -108,7 +106,7 @@ def check_loading_report(
             f"{path} has {name} of shape {list(actual)} where its config.json specifies "
             f"{list(expected)}: weights and config must belong to one model"
         )
-    warn_of_unused(path, causal, [*report["unexpected_keys"], *unread])
+    warn_of_unused(path, causal, report["unexpected_keys"])
     missing = sorted(report["missing_keys"])
     # A language model becomes a classifier with a new head.
     is_classifier = written_class(architecture).endswith(FORMS[task].suffix)
@@ -120,26 +118,24 @@ def check_loading_report(
     return bool(missing)
 
 
-def unread_weights(causal: Any, names: Iterable[str]) -> list[str]:
-    """Return which of the stored `names` that a family has transformers ignore belong to parts that
-    the model does not have, such as a vision tower or layers that predict further tokens. A part
-    with a single tensor is a buffer that older versions stored."""
+def unread_weights(causal: Any, path: str, revision: str | None) -> list[str]:
+    """Return which weights of a model folder or a model on the hub, among those that its family has
+    transformers ignore, belong to parts that the model does not have, such as a vision tower or
+    layers that predict further tokens. A part with a single tensor is a buffer that older versions
+    stored."""
     patterns = [re.compile(each) for each in causal._keys_to_ignore_on_load_unexpected or ()]
+    names = stored_weights(path, revision) if patterns else ()
     ignored = [name for name in names if any(pattern.search(name) for pattern in patterns)]
     if not ignored:
         return []
     state, parts = causal.state_dict(), {name for name, _ in causal.named_modules()}
     lacked = defaultdict(list)
     for name, stored in stored_names(causal, ignored).items():
-        if name not in state and (part := first_lacked(name, parts)):
-            lacked[part].append(stored)
+        modules = accumulate(name.split(".")[:-1], "{}.{}".format)
+        outermost = next((module for module in modules if module not in parts), None)
+        if name not in state and outermost:
+            lacked[outermost].append(stored)
     return [name for group in lacked.values() if len(group) > 1 for name in group]
-
-
-def first_lacked(name: str, parts: Collection[str]) -> str | None:
-    """Return the outermost module in the name of a weight that is not among `parts`."""
-    modules = accumulate(name.split(".")[:-1], "{}.{}".format)
-    return next((module for module in modules if module not in parts), None)
 
 
 def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,31 @@ def words_of(trainer: str, folder: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+def teacher_in(folder: Path) -> str:
+    """Write the base with other weights."""
+    torch.manual_seed(0)
+    shutil.copytree(model_folder(), folder / "teacher")
+    model = AutoModelForImageTextToText.from_pretrained(model_folder(), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    model.save_pretrained(folder / "teacher")
+    return str(folder / "teacher")
+
+
 @pytest.mark.parametrize(
     "trainer",
-    ["dpo", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("sft", "kto"))],
+    ["dpo", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("sft", "kto", "kd"))],
 )
 def test_the_curve_does_not_depend_on_the_layout_and_resume_is_exact(
     trainer: str, tmp_path: Path, one: Ranks, two: Ranks
 ) -> None:
-    curves = []
+    curves, teacher = [], ("--kd.teacher", teacher_in(tmp_path)) if trainer == "kd" else ()
     for ranks in (one, two):
         output = tmp_path / str(ranks.world)
         words = words_of(
             trainer, tmp_path / "data", *LAYOUTS[ranks.world], "--output", str(output),
-            "--model.train", "[language,projector,vision]",
+            "--model.train", "[language,projector,vision]", *teacher,
         )  # fmt: skip
         curves.append(ranks.run(run, trainer, words, str(tmp_path / "cache"))[0])
     trained = weights(output)

@@ -200,6 +200,32 @@ def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> No
     assert "- template llama3: the tokenizer's own chat template is used here" in text
 
 
+def test_settings_of_images_are_reported(tmp_path: Path) -> None:
+    _, text = migrated(
+        tmp_path / "sft.yaml",
+        "stage: sft\nmodel_name_or_path: org/model\nfinetuning_type: full\ndataset: others\n"
+        "freeze_vision_tower: false\nfreeze_multi_modal_projector: false\nmedia_dir: pictures\n"
+        "image_max_pixels: 262144\n",
+    )
+    for line in (
+        "freeze_vision_tower false: set model.train to [language, projector, vision]",
+        "media_dir pictures: relative paths of images begin at the folder of the data file",
+        "image_max_pixels 262144: the processor resizes images; set its sizes in a copy of the "
+        "model's folder",
+    ):
+        assert f"- {line}" in " ".join(text.replace("#", "").split())
+    assert "freeze_multi_modal_projector" not in text
+    other = tmp_path / "other"
+    other.mkdir()
+    _, text = migrated(
+        other / "lora.yaml",
+        "base_model: org/model\nadapter: lora\nprocessor_type: AutoProcessor\n"
+        "freeze_mm_modules: true\ndatasets: [{path: rows.jsonl, type: chat_template}]\n",
+    )
+    assert "- freeze_mm_modules true: set model.train to [language], if the rows have" in text
+    assert "does not know" not in text
+
+
 def test_models_that_openrlhf_offloads_are_offloaded(tmp_path: Path) -> None:
     more = "--ref_offload --zpg 8 --zero_stage 3"
     ours, _ = migrated(tmp_path / "sft.sh", OPENRLHF.replace("--zero_stage 3", more))

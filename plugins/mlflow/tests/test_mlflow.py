@@ -1,12 +1,14 @@
 """The observer with the real library and a store in SQLite."""
 
 import json
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from rlhf_devkit import ObserverConformance, call_hooks
+from rlhf_devkit.observed import PICTURE, PICTURED
 from rlhf_observer_mlflow import MlflowConfig
 from rlhf_observer_mlflow.observer import Mlflow
 
@@ -56,6 +58,26 @@ def test_the_samples_of_an_evaluation_are_an_artifact(tmp_path: Path, uri: str) 
             [1, "rows.jsonl:1", "1 + 1 =", "3\n|", -1.0],
         ],
     }
+
+
+def test_images_of_samples_are_artifacts_that_the_table_names(tmp_path: Path, uri: str) -> None:
+    store = MlflowClient(tracking_uri=uri)
+    store.create_experiment("pictured", artifact_location=(tmp_path / "artifacts").as_uri())
+    observer = Mlflow(MlflowConfig(experiment="pictured", uri=uri))
+    call_hooks(observer, tmp_path, [1], samples=PICTURED)
+    (file,) = tmp_path.glob("artifacts/*/artifacts/samples/step-000001.json")
+    names = ["samples/step-000001/1-1.jpg", "samples/step-000001/1-2.jpg"]
+    assert json.loads(file.read_text()) == {
+        "columns": ["step", "row", "prompt", "answer", "images"],
+        "data": [
+            [1, "rows.jsonl:1", "Who?", "red", names],
+            [1, "rows.jsonl:1", "Who?", "blue", names],
+            [1, "rows.jsonl:2", "And?", "no", []],
+        ],
+    }
+    for name in names:
+        content = (file.parents[1] / name).read_bytes()
+        assert content == b64decode(PICTURE.partition(",")[2])
 
 
 class TestMlflow(ObserverConformance):

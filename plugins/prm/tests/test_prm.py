@@ -4,10 +4,12 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from rlhf.errors import RLHFError
+from rlhf.formats import Row
 from rlhf.readouts import Head
 from rlhf.trainer import Answer
 from rlhf_demo import base_model_folder
@@ -80,14 +82,12 @@ def trainer(**settings: Any) -> PRMTrainer:
     return made
 
 
-def row(ends: list[int], labels: list[float]) -> Any:
+def row(ends: list[int], labels: list[float]) -> Row:
     """Steps of two tokens, the second of which is the given one."""
     tokens = [token for end in ends for token in (3, end)]
     places = [2 * number + 1 for number in range(len(ends))]
     columns = {"ends": places, "labels": labels}
-    return SimpleNamespace(
-        prompt=[1], answers=[Answer(tokens, [False] * len(tokens))], columns=columns
-    )
+    return Row([1], [Answer(tokens, [False] * len(tokens))], columns)
 
 
 FIRST = row([11, 9, 12], [1.0, 0.0, 0.4])
@@ -98,6 +98,15 @@ THIRD = row([12, 13], [1.0, 0.0])
 def batches(made: PRMTrainer) -> list[Any]:
     examples = [made.example(each) for each in (FIRST, SECOND, THIRD)]
     return [pack(examples, rows) for rows in ([0, 2], [1], [])]
+
+
+def test_a_row_with_images_is_refused() -> None:
+    pictured: Any = SimpleNamespace(files={}, lines=["image 1: 8 x 8 pixels, 1 token"])
+    with pytest.raises(RLHFError) as error:
+        trainer().example(attrs.evolve(FIRST, images=pictured))
+    assert str(error.value) == (
+        "the row has images, which prm does not read; remove them, or the row"
+    )
 
 
 def test_only_labelled_steps_count_and_each_counts_once() -> None:

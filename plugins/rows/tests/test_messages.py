@@ -371,8 +371,8 @@ def test_a_part_that_is_no_text_is_an_error_even_if_the_template_prints_it(part:
 )
 def test_a_placeholder_of_media_is_an_error(text: str, shown: str) -> None:
     end = (
-        f"has the placeholder {shown}, for which the row has no image; add the image, or remove "
-        "the row"
+        f"has the placeholder {shown}, for which the row has no image; add the image, remove "
+        "the row, or set data.bad_images to drop"
     )
     row: dict[str, Any] = {"messages": [{**USER, "content": text}, GOOD]}
     assert refusal("demonstration", row) == f"message 0 of `messages` {end}"

@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_devkit import call_hooks
+from rlhf_devkit.observed import PICTURED
 from rlhf_observer_tensorboard.observer import TensorBoard
 
 
@@ -37,6 +38,17 @@ def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
         "| 2 | rows.jsonl:1 | 1 + 1 = | 2 | 0.5 |",
         "| 2 | rows.jsonl:1 | 1 + 1 = | 3<br>\\| | -1.0 |",
     ]
+
+
+def test_images_of_samples_are_shown(tmp_path: Path) -> None:
+    call_hooks(TensorBoard(), tmp_path, [2], samples=PICTURED)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = ["samples/1/image 1", "samples/1/image 2"]
+    assert events.Tags()["images"] == tags
+    for tag in tags:
+        (shown,) = events.Images(tag)
+        assert (shown.step, shown.width, shown.height) == (2, 4, 2)
 
 
 def test_a_resumed_run_hides_what_was_logged_after_its_checkpoint(tmp_path: Path) -> None:

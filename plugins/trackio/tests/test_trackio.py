@@ -46,6 +46,21 @@ def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("store")
+def test_samples_have_a_cell_with_their_images(tmp_path: Path) -> None:
+    from trackio import SQLiteStorage
+
+    from rlhf_devkit.observed import PICTURED
+    from rlhf_observer_trackio import TrackioConfig
+    from rlhf_observer_trackio.observer import Trackio
+
+    call_hooks(Trackio(TrackioConfig(project="mine")), tmp_path, [1], samples=PICTURED)
+    rows = SQLiteStorage.get_logs("mine", f"{tmp_path.name}-id-of-{tmp_path.name}")
+    (table,) = [row["samples"]["_value"] for row in rows if "samples" in row]
+    kinds = [[image["_type"] for image in row["images"]] for row in table]
+    assert kinds == [["trackio.image"] * 2, ["trackio.image"] * 2, []]
+
+
+@pytest.mark.usefixtures("store")
 def test_the_remedy_names_the_space_or_the_server_without_its_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -187,6 +187,16 @@ def test_another_number_of_placeholders_than_images_is_an_error(row: Any, messag
     assert str(error.value) == f"{message}; correct the row, or set data.bad_images to drop"
 
 
+def test_images_beside_other_columns_ask_for_the_columns() -> None:
+    with pytest.raises(RLHFError) as error:
+        shaped({"image": "a.png", "question": "Who?", "chosen": "A cat.", "rejected": "A dog."})
+    assert not isinstance(error.value, BadImage)
+    assert str(error.value) == (
+        "a row needs `messages`, `prompt` or `text` beside its images, but this one has `image`, "
+        "`question`, `chosen`, `rejected`; rename columns with `columns` in data"
+    )
+
+
 def test_an_image_in_an_answer_of_the_model_is_an_error() -> None:
     row = {"messages": [{"role": "assistant", "content": [{"type": "image"}]}], "image": "a"}
     with pytest.raises(RLHFError) as error:

@@ -58,6 +58,13 @@ GLM = (
     "<|begin_of_image|><|image|><|end_of_image|>{% else %}{{ c.text }}{% endif %}{% endfor %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'image' %}[IMG]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "[/INST]{% else %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %}</s>{% endif %}{% endfor %}"
+)
 OF_LLAVA = {
     "patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default",
 }  # fmt: skip
@@ -195,11 +202,40 @@ def smolvlm(folder: Path) -> Path:
     )  # fmt: skip
 
 
+def mistral3(folder: Path) -> Path:
+    """Mistral 3, with the processor of Pixtral, which needs torchvision."""
+    processor = {
+        "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32},
+        "patch_size": {"height": 4, "width": 4},
+    }  # fmt: skip
+    own = {"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2}
+    special = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    return _write(
+        folder, "mistral3", "Mistral3ForConditionalGeneration", special, MISTRAL, processor, own,
+        bos=True,
+    )  # fmt: skip
+
+
+def lfm2_vl(folder: Path) -> Path:
+    """LFM2-VL, whose processor needs torchvision."""
+    processor = {
+        "image_processor_type": "Lfm2VlImageProcessor", "tile_size": 16, "max_tiles": 4,
+        "min_tiles": 2, "encoder_patch_size": 4, "downsample_factor": 2, "min_image_tokens": 2,
+        "max_image_tokens": 8, "max_num_patches": 64,
+    }  # fmt: skip
+    rows = [f"<|img_row_{row}_col_{col}|>" for row in range(1, 5) for col in range(1, 5)]
+    special = ["<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>"]
+    return _write(
+        folder, "lfm2_vl", "Lfm2VlForConditionalGeneration",
+        [*special, "<|img_thumbnail|>", *rows], ONEVISION, processor, {},
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     each.__name__: each
     for each in (
         qwen2_5_vl, qwen3_vl, qwen3_5, llava, gemma3, internvl, llava_onevision, smolvlm,
-        llava_next, gemma4, glm4v,
+        llava_next, gemma4, glm4v, mistral3, lfm2_vl,
     )
 }  # fmt: skip
 

@@ -4,14 +4,19 @@ import json
 import os
 import struct
 import tempfile
+from base64 import b64encode
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import wandb
+from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 
 from rlhf_devkit import ObserverConformance, call_hooks
+from rlhf_devkit.observed import PICTURED
 from rlhf_observer_wandb import WandbConfig
 from rlhf_observer_wandb.observer import Wandb
 
@@ -85,6 +90,24 @@ def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
         [1, "rows.jsonl:1", "1 + 1 =", "2", 0.5],
         [1, "rows.jsonl:1", "1 + 1 =", "3\n|", -1.0],
     ]
+
+
+def test_images_of_samples_are_logged_with_their_rows(tmp_path: Path) -> None:
+    file = BytesIO()
+    Image.new("RGB", (2, 6), "blue").save(file, "JPEG")
+    other = f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
+    samples = [*PICTURED, {**PICTURED[1], "row": "rows.jsonl:3", "images": [other]}]
+    call_hooks(Wandb(OFFLINE), tmp_path, [1], samples=samples)
+    items = [it for each in records(tmp_path) for it in each.history.item]
+    shown = {it.nested_key[1]: it.value_json for it in items if "eval/images" in it.nested_key}
+    assert json.loads(shown["captions"]) == [
+        "rows.jsonl:1: image 1", "rows.jsonl:1: image 2", "rows.jsonl:3: image 1"
+    ]  # fmt: skip
+    assert (shown["width"], shown["height"]) == ("4", "6")
+    (folder,) = tmp_path.glob("wandb/offline-run-*/files")
+    drawn = [np.asarray(Image.open(folder / name)) for name in json.loads(shown["filenames"])]
+    assert [picture[1, 1].argmax() for picture in drawn] == [0, 0, 2]
+    assert [picture[5, 3].min() for picture in drawn] == [255, 255, 255]
 
 
 class TestWandb(ObserverConformance):

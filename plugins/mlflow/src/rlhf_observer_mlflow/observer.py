@@ -5,8 +5,10 @@ are.
 """
 
 import time
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,8 +69,26 @@ class Mlflow:
     @hookimpl
     def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         columns, rows = sample_table(step, samples)
-        table = {"columns": columns, "data": rows}
-        self._client.log_dict(self._id, table, f"samples/step-{step:06}.json")
+        folder = f"samples/step-{step:06}"
+        pictures = {sample["row"]: sample["images"] for sample in samples if sample.get("images")}
+        if pictures:
+            names = self._log_images(pictures, folder)
+            columns = [*columns, "images"]
+            rows = [[*row, names.get(row[1], [])] for row in rows]
+        self._client.log_dict(self._id, {"columns": columns, "data": rows}, f"{folder}.json")
+
+    def _log_images(
+        self, pictures: Mapping[str, Sequence[str]], folder: str
+    ) -> dict[str, list[str]]:
+        """Log data URLs in JPEG, by their rows, as artifacts in `folder`; return their paths."""
+        names = {}
+        with TemporaryDirectory() as local:
+            for number, (row, urls) in enumerate(pictures.items(), 1):
+                names[row] = [f"{number}-{place}.jpg" for place in range(1, len(urls) + 1)]
+                for name, url in zip(names[row], urls, strict=True):
+                    (Path(local) / name).write_bytes(b64decode(url.partition(",")[2]))
+            self._client.log_artifacts(self._id, local, folder)
+        return {row: [f"{folder}/{name}" for name in each] for row, each in names.items()}
 
     @hookimpl
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:

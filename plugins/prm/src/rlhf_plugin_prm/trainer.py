@@ -41,6 +41,8 @@ class PRMTrainer(Trainer):
             self.tokens = torch.tensor(ids)
 
     def example(self, row: Any) -> Example:
+        if row.images:
+            raise RLHFError("the row has images, which prm does not read; remove them, or the row")
         labels = label_per_token(row)
         if self.config.steps == "last":
             labelled = [place for place, label in enumerate(labels) if not math.isnan(label)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import RLHFError
+from rlhf.formats import BadImage
 from rlhf_rows.columns import shown, type_name
 
 Message = Mapping[str, Any]
@@ -138,13 +139,13 @@ def arguments_as_text(arguments: Any) -> Any:
 
 
 def raise_if_placeholder(where: str, text: str) -> None:
-    """Raise RLHFError, which begins with `where`, if a text has a place for an image or a sound."""
+    """Raise BadImage, which begins with `where`, if a text has a place for an image or a sound."""
     found = PLACEHOLDER.search(text) if "<" in text else None
     if found is None or any(tag and f"</{tag}>" in text for tag in found.groups()):
         return  # A tag that is closed is markup.
-    raise RLHFError(
+    raise BadImage(
         f"{where} has the placeholder {found.group().strip()}, for which the row has no image; "
-        "add the image, or remove the row"
+        "add the image, remove the row, or set data.bad_images to drop"
     )
 
 

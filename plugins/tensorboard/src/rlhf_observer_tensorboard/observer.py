@@ -1,16 +1,21 @@
-"""Logged numbers as curves and samples as text, in `tensorboard/` of the run folder."""
+"""Logged numbers as curves and samples as text and images, in `tensorboard/` of the run folder."""
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 
 
 class TensorBoard:
-    """Writes every logged number as a scalar, and samples as a table. A resumed run hides what was
-    logged after its checkpoint."""
+    """Writes every logged number as a scalar, and samples as a table with their images beside it.
+    A resumed run hides what was logged after its checkpoint."""
 
     def __init__(self) -> None:
         self._made: SummaryWriter | None = None
@@ -33,11 +38,20 @@ class TensorBoard:
         lines = [columns, ["---"] * len(columns), *rows]
         text = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
         self._writer(run, step).add_text("samples", text, step)
+        for number, sample in enumerate(samples, 1):
+            for place, url in enumerate(sample.get("images", ()), 1):
+                tag = f"samples/{number}/image {place}"
+                self._writer(run, step).add_image(tag, _pixels(url), step, dataformats="HWC")
 
     @hookimpl
     def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
         if self._made is not None:
             self._made.close()
+
+
+def _pixels(url: str) -> NDArray[np.uint8]:
+    """Return the picture of a data URL [height, width, 3]."""
+    return np.asarray(Image.open(BytesIO(b64decode(url.partition(",")[2]))).convert("RGB"))
 
 
 def _cell(value: Any) -> str:

@@ -1,12 +1,15 @@
 """A Trackio run for each rlhf run, which a resumed run continues."""
 
 import os
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import trackio
+from PIL import Image
 
 from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 from rlhf_observer_trackio import TrackioConfig
@@ -42,6 +45,10 @@ class Trackio:
     @hookimpl
     def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         columns, rows = sample_table(step, samples)
+        pictures = {sample["row"]: sample["images"] for sample in samples if sample.get("images")}
+        if pictures:
+            columns = [*columns, "images"]
+            rows = [[*row, [*map(_image, pictures.get(row[1], ()))]] for row in rows]
         self._run.log({"samples": trackio.Table(columns=columns, data=rows)}, step=step)
 
     @hookimpl
@@ -53,6 +60,11 @@ class Trackio:
         if error is not None:
             self._run.alert("failed", text=str(error), level=trackio.AlertLevel.ERROR)
         self._run.finish()
+
+
+def _image(url: str) -> trackio.Image:
+    """Return the picture of a data URL."""
+    return trackio.Image(Image.open(BytesIO(b64decode(url.partition(",")[2]))))
 
 
 def _remedy(config: TrackioConfig) -> str:

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 
 from rlhf.errors import RLHFError, counted
 from rlhf.formats import BadImage
-from rlhf_rows import Columns, has, type_name
+from rlhf_rows import Columns, has, missing_columns, type_name
 from rlhf_vision.opening import DROP
 
 PROMPTS = ("messages", "conversations", "prompt")
@@ -65,7 +65,7 @@ class Shaper:
 
     def shape(self, row: Columns) -> tuple[dict[str, Any], list[Any]]:
         """Return the row and the values of its images. Raises BadImage if they do not match its
-        placeholders."""
+        placeholders, and RLHFError for a row without a prompt that they could belong to."""
         if row.get("rejected_images"):
             raise RLHFError(
                 "the row has `rejected_images`, but all answers have the images of one prompt; "
@@ -80,6 +80,8 @@ class Shaper:
             ours["text"], self.texts["text"] = self.placeholders.in_plain(ours["text"])
         if given and not any(self.parts.values()) and not any(self.texts.values()):
             self._insert(ours, len(given))
+            if not self.parts and not any(has(ours, name) for name in (*PROMPTS, "text")):
+                raise missing_columns(row, "`messages`, `prompt` or `text` beside its images")
         return ours, self._numbered(given)
 
     def _column(self, name: str, value: Any) -> Any:

@@ -1,10 +1,13 @@
 """A Weights & Biases run for each rlhf run, which a resumed run continues."""
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import wandb
+from PIL import Image
 
 from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 from rlhf_observer_wandb import WandbConfig
@@ -50,8 +53,11 @@ class Wandb:
     @hookimpl
     def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         columns, rows = sample_table(step, samples)
-        table = wandb.Table(columns=columns, data=rows)
-        self._run.log({"step": step, "eval/samples": table})
+        values: dict[str, Any] = {"eval/samples": wandb.Table(columns=columns, data=rows)}
+        pictures = {sample["row"]: sample["images"] for sample in samples if sample.get("images")}
+        if pictures:
+            values["eval/images"] = _images(pictures)
+        self._run.log({"step": step, **values})
 
     @hookimpl
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
@@ -60,3 +66,19 @@ class Wandb:
     @hookimpl
     def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
         self._run.finish(exit_code=int(error is not None))
+
+
+def _images(pictures: Mapping[str, Sequence[str]]) -> list[wandb.Image]:
+    """Return data URLs by their rows, on white to one size: wandb shows others distorted."""
+    opened = {
+        f"{row}: image {number}": Image.open(BytesIO(b64decode(url.partition(",")[2])))
+        for row, urls in pictures.items()
+        for number, url in enumerate(urls, 1)
+    }
+    widths, heights = zip(*(picture.size for picture in opened.values()), strict=True)
+    shown = []
+    for caption, picture in opened.items():
+        canvas = Image.new("RGB", (max(widths), max(heights)), "white")
+        canvas.paste(picture)
+        shown.append(wandb.Image(canvas, caption=caption))
+    return shown

@@ -6,6 +6,7 @@ from rlhf_migrate.foreign.transformers import (
     DEFAULTS,
     EPOCH_ENDS,
     HELD_OUT,
+    IMAGE_SIZES,
     LENGTH,
     LORA,
     ONLY_ADAMW,
@@ -76,6 +77,10 @@ KEYS: dict[str, Rule] = {
         " cosine_constant_lr_ratio pretraining_dataset streaming eot_tokens min_sample_len"
         " overrides_of_model_config eval_sequence_len trainer_cls use_eaft qat"
     ),
+    "freeze_mm_modules": Rule(
+        values={False: {}}, note="set model.train to [language], if the rows have images"
+    ),
+    **lost("image_size image_resize_algorithm", IMAGE_SIZES),
     **unneeded("gradient_checkpointing", "model.recompute"),
     **unneeded(
         "attn_implementation auto_resume_from_checkpoints base_model_config bf16_full_eval"
@@ -89,7 +94,7 @@ KEYS: dict[str, Rule] = {
         " liger_glu_activation liger_layer_norm liger_rms_norm liger_rope local_rank"
         " lora_embedding_kernel lora_fan_in_fan_out lora_mlp_kernel lora_o_kernel lora_qkv_kernel"
         " low_cpu_mem_usage mlflow_experiment_name model_type multipack_real_batches"
-        " pad_to_multiple_of pad_to_sequence_len plugins sample_packing_bin_size"
+        " pad_to_multiple_of pad_to_sequence_len plugins processor_type sample_packing_bin_size"
         " sample_packing_group_size save_first_step save_only_model save_safetensors"
         " sdp_attention shuffle_merged_datasets skip_prepare_dataset strict tf32"
         " tokenizer_type tokenizer_use_fast torch_compile torch_dtype wandb_entity"

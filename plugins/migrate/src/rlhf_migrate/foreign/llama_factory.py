@@ -6,6 +6,7 @@ from rlhf_migrate.foreign.project import Project, Rule, Variant, lost, read, to,
 from rlhf_migrate.foreign.transformers import (
     DEFAULTS,
     HELD_OUT,
+    IMAGE_SIZES,
     LORA,
     PACKING,
     PER_EXAMPLE,
@@ -15,6 +16,7 @@ from rlhf_migrate.foreign.transformers import (
 
 TEMPLATE = "the tokenizer's own chat template is used here; data.chat_template replaces it"
 BITS = {4: "nf4"}
+PARTS = "set model.train to the parts that are trained; on images, the projector is, without lora"
 
 KEYS: dict[str, Rule] = {
     **TRANSFORMERS,
@@ -53,12 +55,18 @@ KEYS: dict[str, Rule] = {
         " use_apollo use_asft_loss use_badam use_dft_loss use_eaft_loss use_galore"
         " use_llama_pro disable_shuffling train_from_scratch"
     ),
+    "freeze_vision_tower": Rule(
+        values={True: {}}, note="set model.train to [language, projector, vision]"
+    ),
+    "freeze_multi_modal_projector": Rule(values={False: {}}, note=PARTS),
+    "freeze_language_model": Rule(values={False: {}}, note=PARTS),
+    **lost("image_max_pixels image_min_pixels", IMAGE_SIZES),
+    **lost("media_dir", "relative paths of images begin at the folder of the data file"),
     **unneeded(
         "block_diag_attn buffer_size cache_dir compute_accuracy data_shared_file_system"
         " disable_gradient_checkpointing double_quantization enable_liger_kernel"
-        " eval_on_each_dataset export_dir flash_attn freeze_multi_modal_projector"
-        " freeze_vision_tower ignore_pad_token_for_loss image_max_pixels image_min_pixels"
-        " include_effective_tokens_per_second low_cpu_mem_usage media_dir overwrite_cache"
+        " eval_on_each_dataset export_dir flash_attn ignore_pad_token_for_loss"
+        " include_effective_tokens_per_second low_cpu_mem_usage overwrite_cache"
         " plot_loss preprocessing_batch_size print_param_status quantization_method"
         " quantization_type ray_num_workers upcast_layernorm use_fast_tokenizer use_reentrant_gc"
         " use_unsloth use_unsloth_gc video_max_pixels video_min_pixels"

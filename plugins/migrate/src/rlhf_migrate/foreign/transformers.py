@@ -26,6 +26,7 @@ PACKING = (
     "examples: multiply it by the examples in a packed row"
 )
 STEPS = (*OFF, "steps")
+IMAGE_SIZES = "the processor resizes images; set its sizes in a copy of the model's folder"
 HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
 EPOCH_ENDS = (
     "evaluations and checkpoints are counted in steps here; set train.eval_every and "

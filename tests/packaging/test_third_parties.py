@@ -1,6 +1,6 @@
 """Plugins of third parties, in `third_parties/`: each is written over what `rlhf new` makes, in
-about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command
-and a generation engine of third parties are installed there too."""
+about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. Commands, an
+observer and a generation engine of third parties are installed there too."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ import pytest
 
 from code_lines import code_lines
 from rlhf.commands.main import main
+from rlhf.folder.checkpoints import all_checkpoints, damage
 from wheel_sites import ROOT, build, make_site, python, rlhf
 
 METHODS = ROOT / "tests" / "third_parties"
@@ -130,3 +131,46 @@ def test_a_command_takes_what_run_takes_and_an_engine_writes_what_evaluations_sh
     assert done.stderr.startswith(
         "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
     )
+
+
+TWO_RUNS = """
+from rlhf.commands.main import main
+
+words = ["sft", "--observers.bucket.url", "{url}", "--train.eval_at_start", "false"]
+words += ["--checkpoint.every", "2", "--train.steps", "4", "--train.log_every", "1"]
+assert main(["run", *words, "--output", "first", "--train.stop_at", "3"]) == 0
+assert main(["bucket", *words, "--output", "second/run"]) == 0
+assert main(["bucket", *words, "--output", "{url}"]) == 2
+"""
+
+
+def test_the_module_for_a_bucket_is_that_of_the_page_and_short() -> None:
+    page = (ROOT / "docs" / "observers.md").read_text()
+    module = (METHODS / "bucket" / "rlhf_bucket.py").read_text()
+    assert f"```python\n{module}```" in page
+    assert f"```toml\n{(METHODS / 'bucket' / 'pyproject.toml').read_text()}```" in page
+    assert len(code_lines(module)) <= 70
+
+
+def test_checkpoints_in_a_bucket_are_complete_and_resume_a_run_in_a_new_folder(
+    site: Path, tmp_path: Path
+) -> None:
+    own, bucket = install(METHODS / "bucket", tmp_path / "bucket"), tmp_path / "in the bucket"
+    program = TWO_RUNS.replace("{url}", f"file://{bucket}")
+    done = python("-c", program, sites=[site, own], folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed    step-000003, 1 step to go\n" in done.stdout
+    assert done.stderr.endswith(
+        "error: rlhf bucket needs observers.bucket.url and a local --output, no --overwrite\n"
+    )
+    names = [f"step-{step:06d}" for step in (2, 3, 4)]
+    assert [path.name for path in all_checkpoints(bucket / "checkpoints")] == names
+    assert [damage(path) for path in all_checkpoints(bucket / "checkpoints")] == [None] * 3
+    # Only the newest one was fetched.
+    run = tmp_path / "second" / "run"
+    assert [path.name for path in all_checkpoints(run / "checkpoints")] == names[1:]
+    assert (bucket / "model" / "model.safetensors").is_file()
+    for name in ("metrics.jsonl", "summary.json"):
+        assert (bucket / name).read_bytes() == (run / name).read_bytes()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [line["step"] for line in map(json.loads, lines) if "loss" in line] == [1, 2, 3, 4]

@@ -90,6 +90,35 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
         assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "toy", "--model", "m", "--data", "d", "--output"],
+        ["run", "toy", "--model", "m", "--data", "d", "--resume", "--output"],
+        ["export", "run"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("address", ["s3://bucket/run", "file:///tmp/run"])
+def test_an_output_that_is_an_address_is_one_line_and_writes_nothing(
+    words: list[str],
+    address: str,
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([*words, address]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"error: output: {address} is not a folder; write to a local folder (docs/observers.md "
+        "shows how to copy checkpoints to a bucket)\n",
+    )
+    assert not any(Path().iterdir())
+
+
 @pytest.mark.parametrize("words", [["config", "toy"], ["--version"]])
 def test_an_output_on_a_full_disk_is_one_line(
     words: list[str],
@@ -260,6 +289,7 @@ def environment(folder: Path) -> dict[str, str]:
         ("config toy --backend plain", 0),
         ("run toy --backend plain --toy.bta 1", 2),
         ("run tyo", 2),
+        ("run toy --backend plain --model m --data d --output s3://bucket/run", 2),
     ],
 )
 def test_the_light_side_imports_nothing_heavy(toy: Path, words: str, code: int) -> None:

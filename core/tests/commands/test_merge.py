@@ -1,4 +1,4 @@
-"""`rlhf merge`: what it prints."""
+"""`rlhf merge`: what it prints, and refuses."""
 
 import subprocess
 import sys
@@ -12,6 +12,8 @@ from small_models import SIZES, write_model
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig
 
 from rlhf.commands.main import main
+from rlhf.commands.merge import merge_command
+from rlhf.errors import RLHFError
 
 
 def test_merge_prints_only_what_it_has_merged(tmp_path: Path) -> None:
@@ -45,3 +47,12 @@ def test_weights_of_the_base_that_a_merged_model_lacks_are_named(
         "model.layers.92.enorm.weight and model.layers.92.hnorm.weight\n"
     )
     assert load_file(tmp_path / "merged/model.safetensors").keys() == weights.keys()
+
+
+def test_an_output_that_is_an_address_is_refused() -> None:
+    with pytest.raises(RLHFError) as error:
+        merge_command("adapter", "s3://bucket/merged")
+    assert str(error.value) == (
+        "output: s3://bucket/merged is not a folder; write to a local folder (docs/observers.md "
+        "shows how to copy checkpoints to a bucket)"
+    )

@@ -133,7 +133,8 @@ def test_the_first_token_that_differs_is_named() -> None:
     number = read_tokenizer(TEACHER).get_vocab()["!"]
     assert refused("demo:base", changed(rename)) == (
         f"kd.teacher demo:base has another tokenizer than the policy demo:base: token {number} is "
-        "'!' instead of '!!'; choose a teacher with the policy's tokenizer"
+        "'!' instead of '!!'; choose a teacher with the policy's tokenizer (docs/kd.md shows what "
+        "another one can do)"
     )
 
 
@@ -144,7 +145,8 @@ def test_a_token_that_only_one_tokenizer_has_is_named(tmp_path: Path) -> None:
     for policy in ("demo:base", padded(tmp_path, 320)):
         assert refused(policy, tokenizer) == (
             f"kd.teacher demo:base has another tokenizer than the policy {policy}: token 295 is "
-            "missing instead of '<|tool|>'; choose a teacher with the policy's tokenizer"
+            "missing instead of '<|tool|>'; choose a teacher with the policy's tokenizer "
+            "(docs/kd.md shows what another one can do)"
         )
 
 
@@ -157,7 +159,8 @@ def test_other_merges_of_the_same_tokens_are_refused() -> None:
     fifth, sixth = content["model"]["merges"][4:6]
     assert refused("demo:base", changed(swap)) == (
         "kd.teacher demo:base has another tokenizer than the policy demo:base: merge 4 is "
-        f"{fifth} instead of {sixth}; choose a teacher with the policy's tokenizer"
+        f"{fifth} instead of {sixth}; choose a teacher with the policy's tokenizer (docs/kd.md "
+        "shows what another one can do)"
     )
 
 

@@ -62,6 +62,19 @@ def test_files_without_images_have_the_inputs_of_others(tmp_path: Path, model: P
     assert text.inputs == {}
 
 
+def test_columns_of_other_names_are_renamed_before_their_placeholders_are_read(
+    tmp_path: Path, model: Path
+) -> None:
+    (expected,) = examples(model, [ROW], tmp_path)
+    row = {"question": ROW["prompt"], "reply": ROW["completion"], "pictures": ROW["images"]}
+    (tmp_path / "renamed.jsonl").write_text(json.dumps(row) + "\n")
+    columns = {"prompt": "question", "completion": "reply", "images": "pictures"}
+    entry = json.dumps([{"path": str(tmp_path / "renamed.jsonl"), "columns": columns}])
+    (found,) = of_file(model, entry).train  # type: ignore[arg-type]
+    assert tokens_of(found) == tokens_of(expected)
+    assert np.array_equal(found.inputs["pixel_values"], expected.inputs["pixel_values"])
+
+
 def test_a_row_without_images_is_tokenised_as_by_a_model_of_text(
     tmp_path: Path, model: Path
 ) -> None:

@@ -53,10 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_place(error)
             raise
         _discard_output()
-        print(
-            f"error: cannot write to standard output ({problem}); redirect it elsewhere",
-            file=sys.stderr,
-        )
+        _print_error(f"cannot write to standard output ({problem}); redirect it elsewhere")
         return 2
     except Exception as error:
         _print_place(error)
@@ -90,8 +87,7 @@ def _check_current_folder() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        text = "the current folder no longer exists; change to another"
-        raise RLHFError(text) from None
+        raise RLHFError("the current folder no longer exists; change to another") from None
 
 
 def _output_is_closed() -> bool:

@@ -44,10 +44,11 @@ def writing(place: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(target: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder next to `target`, which is renamed to it if the block succeeds. Raises
     RLHFError if `target` exists and is not an empty folder, unless it may `replace` it."""
     check_name(target)
+    target = Path(target)
     with writing(target):
         if not replace:
             _check_free(target)
@@ -87,22 +88,25 @@ def write_file(target: Path, text: str, *, replace: bool = False) -> None:
         if target.exists() and not target.is_file():  # Such as /dev/stdout.
             target.write_text(text, encoding="utf-8")
             return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        place = target
         if target.is_symlink():
             target.stat()  # Raises for a broken link.
-            place = target.resolve()  # It is replaced, and not the link.
-    with writing(place):
-        write_whole(place, text)
+            target = target.resolve()  # It is replaced, and not the link.
+    with new_file(target) as part:
+        part.write_text(text, encoding="utf-8")
 
 
-def check_name(folder: Path) -> None:
-    """Raise RLHFError for a path that is not UTF-8, which safetensors cannot write to, or that the
-    system refuses."""
+def check_name(folder: str | Path) -> None:
+    """Raise RLHFError for an address such as s3://bucket, for a path that is not UTF-8, which
+    safetensors cannot write to, and for one that the system refuses."""
+    if "://" in str(folder):
+        raise RLHFError(
+            f"output: {folder} is not a folder; write to a local folder (docs/observers.md shows "
+            "how to copy checkpoints to a bucket)"
+        )
     if "\0" in str(folder):
         raise RLHFError(f"the path {str(folder)!a} contains the character NUL; choose another")
     try:
-        os.fspath(folder.absolute()).encode()
+        os.fspath(Path(folder).absolute()).encode()
     except UnicodeEncodeError as error:
         raise RLHFError(f"the path {str(folder)!a} is not UTF-8; choose another") from error
 

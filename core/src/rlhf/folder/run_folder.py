@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError, first_line, place_of
 from rlhf.folder import checkpoints as checkpoint
-from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
+from rlhf.folder.disk import REFUSED, write_whole, writing
 from rlhf.launch.signals import DAY, Stopped
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import (
@@ -93,10 +93,8 @@ def choose(request: Request) -> Path:
             flag = "--resume" if request.resume is not None else "--overwrite"
             raise RLHFError(f"{flag} needs the run folder; pass --output")
         numbered = (Path("runs") / f"{request.name}-{number}" for number in itertools.count(1))
-        check_name(Path("runs"))
         return next(folder for folder in numbered if _is_created(folder))
     folder = Path(request.config.output)
-    check_name(folder)
     with writing(folder):
         _check_output(folder, request)
     return folder

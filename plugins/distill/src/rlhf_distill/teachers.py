@@ -131,7 +131,7 @@ def check_tokenizer(run: Run, model: ModelConfig) -> None:
             raise RLHFError(
                 f"{name} has another tokenizer than the policy {run.config.model.path}: {what} "
                 f"{number} is {found} instead of {wanted}; choose a teacher with the policy's "
-                "tokenizer"
+                "tokenizer (docs/kd.md shows what another one can do)"
             )
 
 

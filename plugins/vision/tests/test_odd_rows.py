@@ -96,7 +96,7 @@ VALUES: list[tuple[Any, str]] = [
     ("no.png", "cannot be read from"),
     ("", "cannot be read from"),
     ("a\0b.png", "cannot be read from"),
-    ("https://example.org/a.png", "is a URL, and images are not downloaded"),
+    ("https://example.org/a.png", "is a URL, and runs download no images"),
     ("data:image/png;base64,???", "is not valid base64"),
     (base64.b64encode(encoded()).decode(), "is base64 without a prefix"),
     (3, f"{VALUE}int"),

@@ -126,8 +126,9 @@ def animation() -> bytes:
         ),
         (
             lambda: "https://example.org/cat.png",
-            "image 1 (https://example.org/cat.png) is a URL, and images are not downloaded; "
-            "download it, and give the path of the file, or set data.bad_images to drop",
+            "image 1 (https://example.org/cat.png) is a URL, and runs download no images; "
+            "`rlhf fetch ROWS FOLDER` writes rows with files in their place, or set "
+            "data.bad_images to drop",
         ),
         (
             lambda: "data:image/png;base64,!",

@@ -104,8 +104,8 @@ def _bytes_of(name: str, text: str, folder: Path | None, files: dict[str, str]) 
         )
     if "://" in text and not text.startswith("file://"):
         raise BadImage(
-            f"{name} is a URL, and images are not downloaded; download it, and give the path of "
-            f"the file, {DROP}", files
+            f"{name} is a URL, and runs download no images; `rlhf fetch ROWS FOLDER` writes rows "
+            f"with files in their place, {DROP}", files
         )  # fmt: skip
     if len(text) > LONGEST_NAME and BASE64.fullmatch(text):
         raise BadImage(

@@ -128,8 +128,8 @@ class Shaper:
             content = [content]
         if not isinstance(content, list | tuple):
             return content
-        if any(map(_is_image, content)):
-            return [self._new(name, part) if _is_image(part) else part for part in content]
+        if any(map(is_image, content)):
+            return [self._new(name, part) if is_image(part) else part for part in content]
         out: list[Any] = []
         for part in content:
             text = part.get("text") if isinstance(part, Mapping) else part
@@ -250,7 +250,8 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def _is_image(part: Any) -> bool:
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message is an image."""
     if not isinstance(part, Mapping):
         return False
     return part.get("type") in PART_KINDS or (part.get("type") is None and bool(part.get("image")))

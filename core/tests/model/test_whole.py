@@ -13,6 +13,7 @@ from families import chatml_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import config_of, empty, load
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf.config.sections import LoraConfig, OptimConfig
 from rlhf.engine import Mesh, Plan
@@ -25,7 +26,7 @@ from rlhf.model.role import ModelSpec
 from rlhf.model.save import exported_shapes, save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
-from rlhf.model.trainable import parameter_groups
+from rlhf.model.trainable import freeze_parts, parameter_groups
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, SIZES, tree_batch
 
@@ -323,3 +324,15 @@ def test_nothing_of_a_model_of_text_is_beyond_text() -> None:
     # A decoder that is only a part of what text reaches, as of byte-level models.
     causal.model.get_decoder = causal.get_decoder = lambda: causal.model.decoder.layers[0]
     assert beyond_text(causal) == []
+
+
+@pytest.mark.parametrize("model_type", ["phi4_multimodal", "moss_transcribe_diarize", "git"])
+def test_towers_of_a_model_of_text_are_frozen(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {model_type}")
+    with every_type.quiet():
+        causal = every_type.tiny_model(model_type)
+    freeze_parts(causal, ["language"])
+    causal(input_ids=torch.arange(8)[None] + 3, use_cache=False).logits.sum().backward()
+    for name, parameter in causal.named_parameters():
+        assert parameter.requires_grad == (parameter.grad is not None), name

@@ -353,8 +353,7 @@ class NamedSections:
     @property
     def by_name(self) -> dict[str, Any]:
         """The section of each plugin."""
-        items = attrs.fields(type(self))
-        return {setting_name(item): getattr(self, item.name) for item in items}
+        return {setting_name(it): getattr(self, it.name) for it in attrs.fields(type(self))}
 
 
 @documented

@@ -58,8 +58,7 @@ def num_tokens(example: Example) -> int:
 
 def longest_path(example: Example) -> int:
     """Return the tokens of the prompt and the longest answer."""
-    answers = (len(answer.tokens) for answer in example.answers)
-    return len(example.prompt) + max(answers, default=0)
+    return len(example.prompt) + max((len(it.tokens) for it in example.answers), default=0)
 
 
 class ExampleMaker(Protocol):

@@ -69,11 +69,18 @@ def language_model(causal: Any) -> Any:
 
 def beyond_text(causal: Any, *, without: Collection[str] = ()) -> list[nn.Module]:
     """Return the modules of a model that text does not reach, each without its parts: those of
-    towers for images and sounds, with their projectors, `without` the parts in `model.train`. Empty
-    for a model of text."""
-    if not reads_images(causal.config):
-        return []
+    towers for images and sounds, with their projectors, `without` the parts in `model.train`. Of a
+    model of text they are the parts of its decoder that are for these, as in Phi-4 Multimodal."""
     base = causal.base_model
+    if not reads_images(causal.config):
+        kinds = [causal.config.sub_configs.get(f"{name}_config") for name in ("vision", "audio")]
+        return [
+            module
+            for name, part in decoder(causal).named_children()
+            if name.startswith(("multi_modal", "visual"))
+            or any(type(getattr(it, "config", None)) in kinds for it in part.modules())
+            for module in part.modules()
+        ]
     # With its head, if that is a language model of its own.
     text = (causal if label_head(causal) is None else base).get_decoder()
     reached = {*text.modules(), causal.get_input_embeddings()}

@@ -45,8 +45,7 @@ def name_in_errors(config: Config, model: ModelConfig, field: str) -> str:
         return revision
     # Trainers pass the permission of the section `model` on.
     is_permission = field == "trust_remote_code" and not config.model.trust_remote_code
-    of_run = is_permission or model.path == config.model.path
-    section = "model" if of_run else ModelConfig.__name__
+    section = "model" if is_permission or model.path == config.model.path else ModelConfig.__name__
     return f"{section}.{field}"
 
 

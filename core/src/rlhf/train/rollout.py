@@ -95,8 +95,7 @@ class Rollouts:
             places = np.random.Generator(np.random.PCG64(stream)).permutation(len(rows))
         places = np.split(places, np.cumsum([len(batch) for batch in by_batch]))[part]
         chosen = [self._examples[int(place)] for place in places]
-        passes = self.trainer.rollout_passes
-        return self.order.step_of(chosen, rows[places], number, passes=passes)
+        return self.order.step_of(chosen, rows[places], number, passes=self.trainer.rollout_passes)
 
     def finish(self, step: int) -> None:
         """Wait for answers that are being written after `step` steps. Collective."""

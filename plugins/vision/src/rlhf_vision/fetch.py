@@ -37,11 +37,11 @@ def fetch_command(data: str, output: str, *, workers: int, drop: bool) -> int:
     could not be downloaded: then no rows are written, unless theirs are dropped. What is there is
     not downloaded again."""
     folder = Path(output)
-    (folder / "images").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         source = Source(DataEntry(path=data), "train", "raw")
         table = source.read(Path(scratch))
         rows = [source.row(columns, number)[1] for number, columns in enumerate(table, start=1)]
+        (folder / "images").mkdir(parents=True, exist_ok=True)
         urls = dict.fromkeys(url for row in rows for url in urls_of(row))
         with ThreadPoolExecutor(workers) as pool:
             found = pool.map(lambda url: fetched(url, folder), urls)

@@ -32,7 +32,8 @@ class Server(http.server.BaseHTTPRequestHandler):
         failing = "busy" in self.path and ASKED[self.path] < 3
         self.send_response(404 if missing else 503 if failing else 200)
         self.end_headers()
-        self.wfile.write(b"<html>" if "page" in self.path else picture())
+        data = b"<html>" if "page" in self.path else picture()
+        self.wfile.write(data[:-30] if "cut" in self.path else data)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -77,7 +78,8 @@ def test_rows_name_files_in_place_of_urls(address: str, tmp_path: Path, capsys: 
     assert capsys.readouterr().out == f"wrote 3 rows and 2 images to {folder}\n"
     first, second, third = read(folder)
     path, other = first["images"][0], second["image"]["path"]
-    assert first == {**rows[0], "images": [path, "own.png"]}, "other columns stay"
+    own = str(tmp_path / "own.png")
+    assert first == {**rows[0], "images": [path, own]}, "other columns stay"
     parts = [message["content"][0] for message in third["messages"]]
     assert parts[0] == {"type": "image", "url": path}
     assert parts[1] == {"type": "image_url", "image_url": {"url": other}}
@@ -93,7 +95,7 @@ def test_rows_name_files_in_place_of_urls(address: str, tmp_path: Path, capsys: 
 
 
 def test_what_cannot_be_downloaded_is_named(address: str, tmp_path: Path, capsys: Any) -> None:
-    names = ("good", "missing", "page")
+    names = ("good", "missing", "page", "cut")
     rows = [{"prompt": "<image>", "images": [f"{address}/{name}"]} for name in names]
     folder = tmp_path / "out"
     command = ["fetch", write(tmp_path / "rows.jsonl", rows), str(folder)]
@@ -101,14 +103,15 @@ def test_what_cannot_be_downloaded_is_named(address: str, tmp_path: Path, capsys
     assert capsys.readouterr().err.splitlines() == [
         f"error: {address}/missing: HTTP Error 404: Not Found",
         f"error: {address}/page: it is not an image",
-        "error: 2 images of 3 could not be downloaded; run the command again to try these once "
+        f"error: {address}/cut: image file is truncated",
+        "error: 3 images of 4 could not be downloaded; run the command again to try these once "
         "more, or with --drop to leave out their rows",
     ]
     assert not (folder / "rows.jsonl").exists()
     assert main([*command, "--drop"]) == 0
-    assert capsys.readouterr().out == f"wrote 1 row (2 rows dropped) and 1 image to {folder}\n"
+    assert capsys.readouterr().out == f"wrote 1 row (3 rows dropped) and 1 image to {folder}\n"
     assert [row["images"][0].rpartition(".")[2] for row in read(folder)] == ["png"]
-    assert ASKED == {"/good": 1, "/missing": 2, "/page": 2}
+    assert ASKED == {"/good": 1, "/missing": 2, "/page": 2, "/cut": 2}
 
 
 def test_an_image_without_end_is_not_read(

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import http.client
 import io
 import json
 import re
@@ -56,7 +57,13 @@ def fetch_command(data: str, output: str, *, workers: int, drop: bool) -> int:
                 "or with --drop to leave out their rows"
             )
         kept = [row for row in rows if not failed.keys() & urls_of(row)]
-    lines = (json.dumps(with_paths(row, paths), default=as_text) for row in kept)
+
+    def path(text: str) -> str:
+        """Return a path as seen from the new rows."""
+        whole = "://" in text or text.startswith("data:")
+        return str(paths.get(text, text if whole else (source.folder / text).absolute()))
+
+    lines = (json.dumps(changed(row, path), default=as_text) for row in kept)
     write_file(folder / "rows.jsonl", "".join(f"{line}\n" for line in lines), replace=True)
     dropped = f" ({counted(len(rows) - len(kept), 'row')} dropped)" if failed else ""
     counts = f"{counted(len(kept), 'row')}{dropped} and {counted(len(urls) - len(failed), 'image')}"
@@ -68,21 +75,16 @@ def urls_of(row: Mapping[str, Any]) -> set[str]:
     """Return the URLs of a row's images."""
     found: list[str] = []
     changed(row, found.append)
-    return set(found)
-
-
-def with_paths(row: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
-    """Return the row with a path in place of each URL of an image."""
-    return changed(row, lambda url: paths.get(url, url))
+    return set(filter(URL.fullmatch, found))
 
 
 def changed(row: Mapping[str, Any], change: Callable[[str], Any]) -> Any:
-    """Return the row with `change(url)` in place of each URL of an image: in the columns of images,
-    and in the parts of messages that are images."""
+    """Return the row with `change(text)` in place of each image that is text, a URL or a path: in
+    the columns of images, and in the parts of messages that are images."""
 
     def images(value: Any) -> Any:
         if isinstance(value, str):
-            return change(value) if URL.fullmatch(value) else value
+            return change(value)
         if isinstance(value, Mapping):
             return {key: images(it) if key in VALUES else it for key, it in value.items()}
         return list(map(images, value)) if isinstance(value, list) else value
@@ -104,11 +106,12 @@ def fetched(url: str, folder: Path) -> str | RLHFError:
         return known.relative_to(folder).as_posix()
     try:
         data = downloaded(url)
-        kind = Image.open(io.BytesIO(data)).format or "image"
+        picture = Image.open(io.BytesIO(data))
+        picture.load()  # It is whole.
     except Exception as error:  # A damaged file may raise anything, and so may a server.
         reason = "it is not an image" if "cannot identify" in str(error) else first_line(error)
         return RLHFError(f"{url}: {reason}")
-    path = folder / "images" / f"{name}.{kind.lower()}"
+    path = folder / "images" / f"{name}.{str(picture.format).lower()}"
     part = path.with_name(f"part-{name}")  # A file that is cut short never has the name of one.
     part.write_bytes(data)
     part.rename(path)
@@ -116,8 +119,8 @@ def fetched(url: str, folder: Path) -> str | RLHFError:
 
 
 def downloaded(url: str) -> bytes:
-    """Return what a server answers. Raises OSError or RLHFError if that fails `TRIES` times, or
-    once with an answer that another try would not change."""
+    """Return what a server answers. Raises what went wrong the last of `TRIES` times, or once with
+    an answer that another try would not change."""
     request = urllib.request.Request(url, headers={"User-Agent": "rlhf-vision"})
     for number in range(TRIES):
         try:
@@ -126,7 +129,7 @@ def downloaded(url: str) -> bytes:
             if len(data) > MOST:
                 raise RLHFError(f"it has more than {MOST // 2**20} MiB")
             return data
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             final = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if final or number + 1 == TRIES:
                 raise

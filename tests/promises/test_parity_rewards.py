@@ -19,6 +19,7 @@ from rlhf.contract.sums import Sums, weighted_loss
 from rlhf.data.example import Answer
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
+from rlhf.formats import Row
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.trainer import PRMTrainer
@@ -102,7 +103,7 @@ def test_a_batch_without_a_marked_step_which_is_not_a_number_to_the_peer() -> No
     trainer.policy = lambda batch, readout: {"scores": scores}
     size = len(PROCESS["logits"]) - 1
     columns = {"ends": [size - 1], "labels": [math.nan]}
-    row = SimpleNamespace(prompt=[1], answers=[Answer([2] * size)], columns=columns)
+    row = Row([1], [Answer([2] * size)], columns)
     loss = weighted_loss(trainer.loss(pack([trainer.example(row)], [0])), {"labels": 3.0})
     loss.backward()
     assert loss.item() == 0.0

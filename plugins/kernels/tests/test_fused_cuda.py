@@ -33,6 +33,11 @@ CUDA = torch.device("cuda")
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 32}),
     "Gemma": ("GemmaConfig", SIZES | {"head_dim": 16}),
+    # Its inner width is twice the hidden one, as its configuration demands.
+    "Granite 4, dense": (
+        "GraniteMoeHybridConfig",
+        FAMILIES["Granite 4, dense"][1] | {"mamba_d_head": 32},
+    ),
     "OLMo 2": ("Olmo2Config", SIZES),
     "Qwen3 MoE": ("Qwen3MoeConfig", SIZES | {"head_dim": 16, "moe_intermediate_size": 32}),
     "Qwen3-VL": ("Qwen3VLTextConfig", SIZES | {"head_dim": 16}),

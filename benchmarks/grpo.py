@@ -10,7 +10,9 @@ same files through `rollout_func`. Both compute the same reward, and neither wri
 are random in a shape of Qwen2.5, so nothing is downloaded. The workloads are 16 prompts with 8
 answers each a step: G1 has prompts of 512 tokens and answers of 64 to 512, G2 2,048 and 256, G3 64
 and 1,024; `--divide 16` makes all of them so many times shorter. With several numbers in `--tokens`
-(of our micro-batches) or `--micro` (answers of TRL's, of all workloads or of one) each is run.
+(of our micro-batches) or `--micro` (answers of TRL's, of all workloads or of one) each is run. With
+`--write` both sides write the answers themselves, ours with the engine `embedded` and TRL with
+`generate` of transformers: random weights end none, so each is as long as the longest.
 Medians of the steps after the fourth. Words after `--` go to every `rlhf run`. One table, also in
 `OUTPUT/grpo.md` and `grpo.json`.
 """
@@ -100,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro", nargs="+", default=["16"], help="of the peer")
     parser.add_argument("--attention", default="sdpa", help="the peer's attention")
     parser.add_argument("--liger", action="store_true", help="the peer runs with Liger's kernels")
+    parser.add_argument("--write", action="store_true", help="both sides write the answers")
     parser.add_argument("--output", type=Path, default=Path("build/grpo"))
     own = sys.argv[1:]
     cut = own.index("--") if "--" in own else len(own)
@@ -139,7 +142,13 @@ def record(options: argparse.Namespace, name: str, load: Load) -> None:
                     "reward": [0.0] * ANSWERS, "version": step, "images": "",
                 }
             )  # fmt: skip
-        write_rows(table, options.output / f"recorded-{name}" / ROLLOUTS / f"{step}.arrow")
+        write_rows(table, recorded_in(options, name) / ROLLOUTS / f"{step}.arrow")
+
+
+def recorded_in(options: argparse.Namespace, name: str) -> Path:
+    """The folder of the run whose rollouts a workload trains on."""
+    folder: Path = options.output / f"recorded-{name}"
+    return folder
 
 
 def ours(options: argparse.Namespace, name: str, load: Load, tokens: str) -> Row:
@@ -153,7 +162,7 @@ def ours(options: argparse.Namespace, name: str, load: Load, tokens: str) -> Row
         "--train.steps", str(options.steps), "--checkpoint.every", "null", "--optim.lr", "1e-6",
         "--grpo.answers", str(ANSWERS), "--grpo.max_new_tokens", str(load.longest),
         "--grpo.rewards", REWARD, "--grpo.truncated", "count", "--grpo.agreement", "100",
-        "--rollouts.replay", str(options.output / f"recorded-{name}"),
+        *(() if options.write else ("--rollouts.replay", str(recorded_in(options, name)))),
         "--deepspeed.stage", options.stage, "--nproc", options.nproc,
         "--output", str(run), "--overwrite", *options.more,
     ]  # fmt: skip
@@ -167,11 +176,12 @@ def ours(options: argparse.Namespace, name: str, load: Load, tokens: str) -> Row
 def peer(options: argparse.Namespace, name: str, load: Load, micro: int) -> Row:
     """The same with TRL."""
     words = [
-        "--rollouts", str(options.output / f"recorded-{name}" / ROLLOUTS),
+        "--rollouts", str(recorded_in(options, name) / ROLLOUTS),
         "--model", str(options.output / "model"), "--dtype", options.dtype,
         "--prompts", str(PROMPTS), "--answers", str(ANSWERS), "--micro", str(micro),
         "--max-new-tokens", str(load.longest), "--steps", str(options.steps),
         "--attention", options.attention, *["--liger"] * options.liger,
+        *(("--write", str(options.output / f"{name}.jsonl")) if options.write else ()),
         "--started", str(time.time()),
     ]  # fmt: skip
     log = options.output / f"peer-{name}-{micro}.log"

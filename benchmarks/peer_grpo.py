@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on the recorded answers that `grpo.py` has written: one JSON line.
+"""TRL's GRPOTrainer on the recorded answers that `grpo.py` has written, or with `--write` on those
+that it writes to the prompts of a file with `generate` of transformers: one JSON line.
 
 It needs TRL 1.16, and nothing of this project, in the Python that runs it.
 """
@@ -47,7 +48,12 @@ class Recorded:
 
 def main() -> None:
     options = parse()
-    recorded, clock = Recorded(options.rollouts), StepEnds()
+    clock, recorded = StepEnds(), None
+    if options.write is None:
+        recorded = Recorded(options.rollouts)
+        prompts = [{"prompt": str(number)} for number in range(len(recorded.groups))]
+    else:
+        prompts = [json.loads(line) for line in options.write.read_text().splitlines()]
     on_gpu = torch.cuda.is_available()
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, learning_rate=1e-6,
@@ -63,9 +69,8 @@ def main() -> None:
     )
     trainer = GRPOTrainer(
         model=model.to("cuda" if on_gpu else "cpu"), args=args, reward_funcs=remainder,
-        train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(len(recorded.groups))]),
-        processing_class=AutoTokenizer.from_pretrained(options.model), rollout_func=recorded,
-        callbacks=[clock],
+        processing_class=AutoTokenizer.from_pretrained(options.model), callbacks=[clock],
+        train_dataset=Dataset.from_list(prompts), rollout_func=recorded,
     )  # fmt: skip
     trainer.train()
     pairs = zip(clock.times[:-1], clock.times[1:], strict=True)
@@ -89,6 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, required=True)
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--liger", action="store_true")
+    parser.add_argument("--write", type=Path, help="rows of prompts")
     parser.add_argument("--started", type=float, default=time.time(), help="when the process was")
     return parser.parse_args()
 

@@ -99,8 +99,9 @@ def test_a_server_under_load_answers_every_request_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_grpo_is_measured_on_recorded_answers(tmp_path: Path) -> None:
-    words = ["G1", "--divide", "64", "--steps", "2", "--vocabulary", "512"]
+@pytest.mark.parametrize("more", [[], ["--write"]])
+def test_grpo_is_measured_on_recorded_and_on_new_answers(more: list[str], tmp_path: Path) -> None:
+    words = ["G1", "--divide", "64", "--steps", "2", "--vocabulary", "512", *more]
     run("grpo.py", *words, "--output", str(tmp_path))
     (result,) = json.loads((tmp_path / "grpo.json").read_text())
     assert result["who"] == "rlhf"

@@ -16,7 +16,7 @@ from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config
 from rlhf.errors import RanksFailed, RLHFError
 from rlhf.folder import checkpoints, run_folder
-from rlhf.folder.disk import check_name, new_folder
+from rlhf.folder.disk import check_path, new_folder
 from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.launch.clock import Clock
 from rlhf.launch.hosts import Host, check_world, join_slurm, this_host
@@ -119,7 +119,7 @@ def export(source: str | Path, output: str | Path, *, role: str = "policy") -> P
     from rlhf.train.exporting import write_model
 
     disable_progress_bar()
-    with new_folder(output) as target:
+    with new_folder(Path(output)) as target:
         checkpoint = _checkpoint_folder(Path(source))
         write_model(checkpoint, target, role)
     return checkpoint
@@ -136,7 +136,7 @@ def start(request: reader.Request) -> tuple[Path, str]:
 
 def _start(request: reader.Request) -> tuple[Path, str]:
     startup = Clock("set-up")
-    check_name(request.config.output or "runs")
+    check_path(Path(request.config.output or "runs"))
     check_world(request.nproc)
     if "RANK" in os.environ:
         return _join(request, startup)

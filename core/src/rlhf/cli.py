@@ -3,7 +3,7 @@
 from rlhf.commands.main import main
 from rlhf.config.source_names import is_local
 from rlhf.config.structure import section_class, setting_name
-from rlhf.folder.disk import write_file
+from rlhf.folder.disk import check_path, write_file
 from rlhf.folder.run_folder import EXTRA_FILE, is_running, model_folder, read_json, read_lines
 from rlhf.launch.caches import cache_root
 from rlhf.launch.proxies import is_local_host
@@ -22,6 +22,7 @@ __all__ = [
     "NotInstalled",
     "Request",
     "cache_root",
+    "check_path",
     "find_backend",
     "flow",
     "installed",

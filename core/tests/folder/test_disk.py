@@ -284,3 +284,15 @@ def test_a_file_is_replaced_in_one_move(tmp_path: Path) -> None:
 def test_the_speed_of_a_folder_that_does_not_exist_yet_is_that_of_its_disk(tmp_path: Path) -> None:
     assert write_speed(tmp_path / "runs" / "first") > 1e6
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/file", "file:///tmp/file"])
+def test_an_address_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RLHFError, match=f"cannot write to {name.partition('://')[0]}://, only to"):
+        write_file(Path(name), "text")
+    with pytest.raises(RLHFError, match="cannot write to"), new_folder(Path(name)):
+        pass
+    assert not any(tmp_path.iterdir())
+    write_file(Path("a:b"), "text")
+    assert Path("a:b").read_text() == "text"

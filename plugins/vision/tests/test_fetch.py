@@ -121,3 +121,14 @@ def test_an_image_without_end_is_not_read(
     rows = [{"prompt": "<image>", "images": [f"{address}/large"]}]
     assert main(["fetch", write(tmp_path / "rows.jsonl", rows), str(tmp_path / "out")]) == 2
     assert "large: it has more than 0 MiB" in capsys.readouterr().err
+
+
+def test_an_address_is_no_folder(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "<image>", "images": [f"{address}/good"]}]
+    assert main(["fetch", write(tmp_path / "rows.jsonl", rows), "s3://bucket/rows"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot write to s3://, only to a local path")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert not ASKED

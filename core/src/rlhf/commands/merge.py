@@ -39,7 +39,7 @@ def merge_command(source: str, output: str) -> int:
     from rlhf.registry.imports import complete_export
 
     disable_progress_bar()
-    with new_folder(output) as target:
+    with new_folder(Path(output)) as target:
         adapter = adapter_folder(Path(source))
         settings = adapter_settings(str(adapter))
         if damaged := damaged_file(adapter, ["generation_config.json"]):

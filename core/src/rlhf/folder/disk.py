@@ -44,11 +44,10 @@ def writing(place: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(target: str | Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder next to `target`, which is renamed to it if the block succeeds. Raises
     RLHFError if `target` exists and is not an empty folder, unless it may `replace` it."""
-    check_name(target)
-    target = Path(target)
+    check_path(target)
     with writing(target):
         if not replace:
             _check_free(target)
@@ -82,6 +81,7 @@ def _check_free(target: Path) -> None:
 def write_file(target: Path, text: str, *, replace: bool = False) -> None:
     """Write a file, with the folders above it; if that fails, what was there remains. Raises
     RLHFError if the system refuses, and if `target` exists unless it may `replace` it."""
+    check_path(target)
     with writing(target):
         if target.exists() and not replace:
             raise RLHFError(f"{target} exists; choose another file")
@@ -95,20 +95,19 @@ def write_file(target: Path, text: str, *, replace: bool = False) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def check_name(folder: str | Path) -> None:
-    """Raise RLHFError for an address such as s3://bucket, for a path that is not UTF-8, which
-    safetensors cannot write to, and for one that the system refuses."""
-    if "://" in str(folder):
+def check_path(path: Path) -> None:
+    """Raise RLHFError for an address such as s3://bucket, and for what is no path in UTF-8."""
+    if path.parts[1:] and path.parts[0].endswith(":"):
         raise RLHFError(
-            f"output: {folder} is not a folder; write to a local folder (docs/observers.md shows "
-            "how to copy checkpoints to a bucket)"
+            f"cannot write to {path.parts[0]}//, only to a local path (docs/observers.md shows how "
+            "to copy checkpoints to a bucket)"
         )
-    if "\0" in str(folder):
-        raise RLHFError(f"the path {str(folder)!a} contains the character NUL; choose another")
+    if "\0" in str(path):
+        raise RLHFError(f"the path {str(path)!a} contains the character NUL; choose another")
     try:
-        os.fspath(Path(folder).absolute()).encode()
+        os.fspath(path.absolute()).encode()
     except UnicodeEncodeError as error:
-        raise RLHFError(f"the path {str(folder)!a} is not UTF-8; choose another") from error
+        raise RLHFError(f"the path {str(path)!a} is not UTF-8; choose another") from error
 
 
 def part_of(target: Path) -> Path:

@@ -34,7 +34,7 @@ def load_hooks(
     watching = makers_of("observer", config.observers.by_name)
     extensions = [make() for make in makers_of("extension", config.extensions.by_name).values()]
     gateway = build_backend(backend or load_backend(find_backend(config.backend)), extensions)
-    return gateway, ObserverGateway(watching | _makers(observers))
+    return gateway, ObserverGateway(watching | as_makers(observers))
 
 
 def load_backend(plugin: Installed) -> Any:
@@ -87,7 +87,7 @@ def build_backend(backend: object, extensions: Iterable[object] = ()) -> Backend
     return BackendGateway(manager)
 
 
-def _makers(observers: Mapping[str, object]) -> dict[str, Callable[[], object]]:
+def as_makers(observers: Mapping[str, object]) -> dict[str, Callable[[], object]]:
     """Return for each observer, which exists already, a function that returns it."""
     for observer in observers.values():
         check_hooks("observer", observer)

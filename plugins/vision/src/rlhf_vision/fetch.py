@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from rlhf.cli import write_file
+from rlhf.cli import check_path, write_file
 from rlhf.errors import RLHFError, counted, first_line
 from rlhf.preview import DataEntry, Source
 from rlhf_vision.rows import VALUES, is_image
@@ -38,6 +38,7 @@ def fetch_command(data: str, output: str, *, workers: int, drop: bool) -> int:
     could not be downloaded: then no rows are written, unless theirs are dropped. What is there is
     not downloaded again."""
     folder = Path(output)
+    check_path(folder)
     with tempfile.TemporaryDirectory() as scratch:
         source = Source(DataEntry(path=data), "train", "raw")
         table = source.read(Path(scratch))

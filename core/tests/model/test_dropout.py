@@ -13,6 +13,7 @@ from transformers import (
     MixtralConfig,
     PhimoeConfig,
     PretrainedConfig,
+    RwkvConfig,
 )
 
 from rlhf.model.dropout import largest_dropout, without_noise
@@ -46,6 +47,17 @@ def test_training_has_noise_unless_it_is_removed(kind: str) -> None:
     without_noise(module)
     assert torch.equal(hidden(module.train()), truth)
     assert module.causal.training
+
+
+def test_an_evaluation_changes_no_weights() -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 64}
+    module = module_of(RwkvConfig(**sizes, rescale_every=1))
+    before = {name: each.clone() for name, each in module.named_parameters()}
+    module.path = "padded"
+    trained = hidden(module.train())
+    torch.testing.assert_close(hidden(module.eval()), trained)
+    for name, each in module.named_parameters():
+        assert torch.equal(each, before[name]), name
 
 
 def test_an_export_has_the_dropout_of_its_base(tmp_path: Path) -> None:

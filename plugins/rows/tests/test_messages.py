@@ -360,22 +360,24 @@ def test_a_part_that_is_no_text_is_an_error_even_if_the_template_prints_it(part:
     )
 
 
+NO_IMAGE = "for which the row has no image; add the image, remove the row"
+NO_MEDIA = "but models are trained on text and images only; remove the row"
+
+
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "shown", "reason"),
     [
-        ("<image>What is this?", "<image>"),
-        ("What is this?\n<video>\n", "<video>"),
-        ("Listen: <audio>", "<audio>"),
-        ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>"),
+        ("<image>What is this?", "<image>", NO_IMAGE),
+        ("What is this?\n<video>\n", "<video>", NO_MEDIA),
+        ("Listen: <audio>", "<audio>", NO_MEDIA),
+        ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", NO_IMAGE),
     ],
 )
-def test_a_placeholder_of_media_is_an_error(text: str, shown: str) -> None:
-    end = (
-        f"has the placeholder {shown}, for which the row has no image; add the image, remove "
-        "the row, or set data.bad_images to drop"
-    )
-    row: dict[str, Any] = {"messages": [{**USER, "content": text}, GOOD]}
-    assert refusal("demonstration", row) == f"message 0 of `messages` {end}"
+def test_a_placeholder_of_media_is_an_error(text: str, shown: str, reason: str) -> None:
+    end = f"has the placeholder {shown}, {reason}, or set data.bad_images to drop"
+    for content in (text, ["See.", text], [{"type": "text", "text": text}]):
+        row: dict[str, Any] = {"messages": [{**USER, "content": content}, GOOD]}
+        assert refusal("demonstration", row) == f"message 0 of `messages` {end}"
     row = {"prompt": text, "completion": "one"}
     assert refusal("demonstration", row) == f"`prompt` {end}"
 

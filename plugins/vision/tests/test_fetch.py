@@ -72,11 +72,13 @@ def test_rows_name_files_in_place_of_urls(address: str, tmp_path: Path, capsys: 
             {"role": "user", "content": [{"type": "image", "image": data}]},
         ]},
     ]  # fmt: skip
+    rows.append({"messages": json.dumps(rows[2]["messages"]), "completion": '[{"a": 1}]'})
     folder = tmp_path / "out"
     command = ["fetch", write(tmp_path / "rows.jsonl", rows), str(folder)]
     assert main(command) == 0
-    assert capsys.readouterr().out == f"wrote 3 rows and 2 images to {folder}\n"
-    first, second, third = read(folder)
+    assert capsys.readouterr().out == f"wrote 4 rows and 2 images to {folder}\n"
+    first, second, third, as_text = read(folder)
+    assert as_text == {**rows[3], "messages": third["messages"]}
     path, other = first["images"][0], second["image"]["path"]
     own = str(tmp_path / "own.png")
     assert first == {**rows[0], "images": [path, own]}, "other columns stay"
@@ -92,6 +94,11 @@ def test_rows_name_files_in_place_of_urls(address: str, tmp_path: Path, capsys: 
     # What is there is not downloaded again.
     assert main(command) == 0
     assert ASKED.total() == 4
+
+
+def test_rows_that_do_not_exist_are_named(tmp_path: Path, capsys: Any) -> None:
+    assert main(["fetch", "nothing.jsonl", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: no such file or folder: nothing.jsonl\n"
 
 
 def test_what_cannot_be_downloaded_is_named(address: str, tmp_path: Path, capsys: Any) -> None:

@@ -111,6 +111,9 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"images": ["good.png", "good.png"]}, "the row has 1 placeholder for 2 images"),
     ({"images": []}, NO_IMAGE),
     ({}, NO_IMAGE),
+    ({"messages": [{"role": "user", "content": "<image>Who?\n<video>"}, SAID],
+      "images": ["good.png"]},
+     "message 0 of `messages` has the placeholder <video>, but models are trained on text and "),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]},
      "the row has 1 placeholder for 0 images"),
     ({"image": "good.png"}, ""),
@@ -141,7 +144,7 @@ def error_of(action: Callable[[], Any]) -> str:
 def test_each_odd_row_is_an_error_of_one_line_or_an_example(
     tmp_path: Path, rows: list[tuple[dict[str, Any], str]]
 ) -> None:
-    assert len(rows) == 50
+    assert len(rows) == 51
     model = qwen2_5_vl(tmp_path / "model")
     for row, text in rows:
         error = error_of(lambda row=row: examples(model, [row], tmp_path))  # type: ignore[misc]

@@ -81,9 +81,7 @@ def load_whole(
     """Return the whole model on `device`."""
     if config.model.init == "random":
         return random_model(architecture, config, task, dtype).to(device)
-    options: dict[str, Any] = {}
-    if device.type != "cpu":
-        options["device_map"] = {"": device}
+    options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     if config.model.quantize is not None:
         options["quantization_config"] = four_bits(config, dtype, device)
     return pretrained_model(architecture, config, task, dtype, **options)

@@ -89,6 +89,8 @@ class PackedModel(nn.Module):
         None for all. `Run.limit_tokens` sets it."""
         self.form = LogitForm()
         """What the model does with the products of its head; the start-up probe sets it."""
+        if hasattr(self.causal.base_model, "_rescale_layers"):
+            self.causal.base_model._rescale_layers = lambda: None  # RWKV's halves weights in place.
         self.default_attention = default_attention(self.causal)
         parts = {n: getattr(self.causal.config, n, None) for n in self.causal.config.sub_configs}
         # A tower may have no other attention.

@@ -143,10 +143,11 @@ def raise_if_placeholder(where: str, text: str) -> None:
     found = PLACEHOLDER.search(text) if "<" in text else None
     if found is None or any(tag and f"</{tag}>" in text for tag in found.groups()):
         return  # A tag that is closed is markup.
-    raise BadImage(
-        f"{where} has the placeholder {found.group().strip()}, for which the row has no image; "
-        "add the image, remove the row, or set data.bad_images to drop"
-    )
+    tag = found.group().strip()
+    wanted = "for which the row has no image; add the image, remove the row"
+    if "video" in tag or "audio" in tag:
+        wanted = f"but {why_not(tag)}; remove the row"
+    raise BadImage(f"{where} has the placeholder {tag}, {wanted}, or set data.bad_images to drop")
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
@@ -168,8 +169,9 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         calls, content = _parsed(content), ""
         if not isinstance(calls, list | Mapping):
             raise RLHFError(f"{where} is a {kind}, but its `{named}` is not JSON")
-    if role != "assistant" and isinstance(content, str):
-        raise_if_placeholder(where, content)
+    if role != "assistant":
+        for part in content if isinstance(content, list) else [content]:
+            raise_if_placeholder(where, text_of(part) or "")
     ours = {"role": role, "content": content, **ours}
     every = _calls(where, calls)
     return {**ours, "tool_calls": every} if every else ours

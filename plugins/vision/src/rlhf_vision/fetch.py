@@ -21,7 +21,7 @@ from PIL import Image
 from rlhf.cli import check_path, write_file
 from rlhf.errors import RLHFError, counted, first_line
 from rlhf.preview import DataEntry, Source
-from rlhf_vision.rows import VALUES, is_image
+from rlhf_vision.rows import VALUES, decoded, is_image
 
 URL = re.compile(r"https?://\S+")
 COLUMNS = ("image", "images")
@@ -41,7 +41,10 @@ def fetch_command(data: str, output: str, *, workers: int, drop: bool) -> int:
     check_path(folder)
     with tempfile.TemporaryDirectory() as scratch:
         source = Source(DataEntry(path=data), "train", "raw")
-        table = source.read(Path(scratch))
+        try:
+            table = source.read(Path(scratch))
+        except RLHFError as error:
+            raise RLHFError(str(error).removeprefix("data.train: ")) from error
         rows = [source.row(columns, number)[1] for number, columns in enumerate(table, start=1)]
         (folder / "images").mkdir(parents=True, exist_ok=True)
         urls = dict.fromkeys(url for row in rows for url in urls_of(row))
@@ -81,7 +84,8 @@ def urls_of(row: Mapping[str, Any]) -> set[str]:
 
 def changed(row: Mapping[str, Any], change: Callable[[str], Any]) -> Any:
     """Return the row with `change(text)` in place of each image that is text, a URL or a path: in
-    the columns of images, and in the parts of messages that are images."""
+    the columns of images, and in the parts of messages that are images, also of messages that are
+    JSON text."""
 
     def images(value: Any) -> Any:
         if isinstance(value, str):
@@ -97,7 +101,13 @@ def changed(row: Mapping[str, Any], change: Callable[[str], Any]) -> Any:
             return {key: parts(it) for key, it in value.items()}
         return list(map(parts, value)) if isinstance(value, list) else value
 
-    return {name: images(it) if name in COLUMNS else parts(it) for name, it in row.items()}
+    def column(value: Any) -> Any:
+        """Return a column; JSON text without images stays text."""
+        talk = decoded(value)
+        made = parts(talk)
+        return value if made == talk else made
+
+    return {name: images(it) if name in COLUMNS else column(it) for name, it in row.items()}
 
 
 def fetched(url: str, folder: Path) -> str | RLHFError:

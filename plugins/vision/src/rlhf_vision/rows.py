@@ -75,7 +75,7 @@ class Shaper:
         given = _given(ours)
         for name in (*PROMPTS, *ANSWERS):
             if has(ours, name):
-                ours[name] = self._column(name, _decoded(ours[name]))
+                ours[name] = self._column(name, decoded(ours[name]))
         if isinstance(ours.get("text"), str):
             ours["text"], self.texts["text"] = self.placeholders.in_plain(ours["text"])
         if given and not any(self.parts.values()) and not any(self.texts.values()):
@@ -95,7 +95,7 @@ class Shaper:
         if isinstance(value, Mapping):
             return self._message(name, value)
         if name == "answers":
-            return [self._column(f"answers[{n}]", _decoded(each)) for n, each in enumerate(value)]
+            return [self._column(f"answers[{n}]", decoded(each)) for n, each in enumerate(value)]
         return [self._message(name, each) if isinstance(each, Mapping) else each for each in value]
 
     def _question(self, name: str, text: str) -> Any:
@@ -240,7 +240,7 @@ def _with_prompt(row: Columns) -> dict[str, Any]:
     return ours
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """Return the messages that a text holds as JSON, as in CSV."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:

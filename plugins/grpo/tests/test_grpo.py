@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 from attrs import frozen
+from transformers import LlamaForSequenceClassification
 
 import rlhf_demo
 from rlhf.errors import RLHFError
@@ -188,6 +189,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_reward_on_held_out_prompts(
 
 def test_a_reward_model_scores_the_answers(inputs: Inputs, tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "judge", seed=3)
+    LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(model)
     words = [*inputs.words, "--output", str(tmp_path / "run"), "--train.steps", "1"]
     rewards = f"[{{model: {model}, name: judge}}, {{function: '{REWARDS}:short', weight: 0}}]"
     words += ["--grpo.rewards", rewards, "--grpo.truncated", "count"]
@@ -195,6 +197,18 @@ def test_a_reward_model_scores_the_answers(inputs: Inputs, tmp_path: Path) -> No
     assert first["reward"] == pytest.approx(first["rewards/judge/mean"], rel=1e-6)
     assert first["rewards/judge/std"] > 0
     assert -6 <= first["rewards/short/mean"] <= -1
+
+
+def test_a_language_model_is_no_reward_model(inputs: Inputs, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "judge")
+    words = [*inputs.words, "--output", str(tmp_path / "run"), "--train.steps", "1"]
+    words += ["--grpo.rewards", f"[{{model: {model}, name: judge}}]"]
+    with pytest.raises(RLHFError) as error:
+        tiny.run("grpo", words, inputs.cache, True)
+    assert str(error.value) == (
+        f"reward 'judge': {model} is LlamaForCausalLM and no reward model "
+        "(...ForSequenceClassification); train one from it with rlhf run rm"
+    )
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

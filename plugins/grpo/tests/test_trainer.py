@@ -11,7 +11,7 @@ import torch
 from rlhf.errors import RLHFError
 from rlhf.trainer import Example, Sample
 from rlhf_plugin_grpo.config import KL, GRPOConfig
-from rlhf_plugin_grpo.trainer import GRPOTrainer
+from rlhf_plugin_grpo.trainer import PATIENCE, GRPOTrainer
 from rlhf_rollouts import on_policy
 from rlhf_rollouts.judged import Judged
 from rlhf_rollouts.metrics import of_sampling
@@ -62,6 +62,20 @@ def take_rollout(trainer: GRPOTrainer) -> list[Example]:
     judged = Judged.of([group], Scores({"one": rewards}, rewards, {}, {}))
     trainer.rollouts += 1
     return trainer.trained([Example([2], [])], judged, trainer.rollouts - 1)
+
+
+def test_a_few_prompts_whose_answers_are_alike_are_a_warning() -> None:
+    run = Forwards()
+    trainer = trainer_of(run)
+    for step, reward in enumerate([1.0, *[0.0] * (PATIENCE + 3)]):
+        rewards = np.full(4, reward) - np.array([0, 0.5, 0, 0]) * reward
+        groups = [[Sample([4], [-0.5], finished=True)] * 2] * 2
+        trainer.check(Judged.of(groups, Scores({"one": rewards}, rewards, {}, {})), step)
+    assert [line for line in run.notes if line.startswith("warning")] == [
+        f"warning    step {PATIENCE + 1}: the answers to each of the last {2 * PATIENCE} prompts "
+        "had the same reward, now 0 on average and 0.875 at the start: the policy may have "
+        "collapsed; lower optim.lr, or set grpo.kl.beta"
+    ]
 
 
 def reads_of_rollouts(number: int, **settings: Any) -> list[int]:

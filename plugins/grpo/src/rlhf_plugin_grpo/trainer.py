@@ -119,12 +119,16 @@ class GRPOTrainer(OnPolicyTrainer):
             self.first_reward = mean
             self.run.notes.append(groups_line(same, mean))
         self.flat = self.flat + len(same) if same.all() and mean < self.first_reward else 0
+        seen = (
+            f"step {step + 1}: the answers to each of the last {self.flat} prompts had the same "
+            f"reward, now {mean:.3g} on average and {self.first_reward:.3g} at the start: the "
+            "policy"
+        )
+        advice = "lower optim.lr, or set grpo.kl.beta"
         if self.flat >= PATIENCE * max(len(same), LEAST_GROUPS):
-            raise SameOnAllRanks(
-                f"step {step + 1}: the answers to each of the last {self.flat} prompts had the "
-                f"same reward, now {mean:.3g} on average and {self.first_reward:.3g} at the "
-                "start: the policy has collapsed; lower optim.lr, or set grpo.kl.beta"
-            )
+            raise SameOnAllRanks(f"{seen} has collapsed; {advice}")
+        if self.flat == PATIENCE * len(same):
+            self.run.notes.append(f"warning    {seen} may have collapsed; {advice}")
 
     def loss(self, batch: PackedBatch) -> Loss:
         method, config, values = self.method, self.config, batch.values

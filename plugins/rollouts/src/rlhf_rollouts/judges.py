@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from rlhf.errors import RLHFError
 from rlhf.trainer import Example, Run, Sample
 from rlhf_rollouts.files import Rollout, RolloutFiles
 from rlhf_rollouts.reward_models import RewardModels
@@ -110,9 +111,12 @@ def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:
     loaded, a server that does not answer, or rows without a column that is needed. `options` are
     those of `Rewards`."""
     rewards = Rewards(specs, **options)
-    for part in run.examples:
+    for setting, part in zip(("data.train", "data.eval"), run.examples, strict=False):
         for file in part.files:
-            rewards.check_columns(columns_of(file, rewards.needed) - {PROMPT})
+            try:
+                rewards.check_columns(columns_of(file, rewards.needed) - {PROMPT})
+            except RLHFError as error:
+                raise RLHFError(f"{setting}: {error}") from error
     rewards.check()
     return rewards
 

@@ -19,6 +19,9 @@ from rlhf_rows import encode
 
 __all__ = ["RewardModels"]
 
+HEAD = "ForSequenceClassification"
+"""What the classes of transformers end with that score a text."""
+
 
 class RewardModels:
     """The reward models among `specs`, loaded as frozen models of a run. Collective.
@@ -42,6 +45,7 @@ class RewardModels:
                 model = ModelConfig(
                     path=spec.model, dtype=own.dtype, trust_remote_code=own.trust_remote_code
                 )
+                check_head(run.load_architecture(spec.label, model=model), spec)
                 engine = run.load(spec.label, model=model, task="sequence", trained=False)
                 scale = mean_and_deviation(engine.module.causal.config, spec)
                 self._models[spec.label] = engine, run.load_tokenizer(model), scale
@@ -86,6 +90,16 @@ def example_of(
 def rewards_of(engine: Engine, batch: PackedBatch) -> Tensor:
     """Return the reward of each answer [A]."""
     return engine(batch, scores)["scores"]
+
+
+def check_head(architecture: Any, spec: RewardSpec) -> None:
+    """Raise RLHFError for a model that would get a new head with random values."""
+    names = getattr(architecture, "architectures", None) or ["a model without a head"]
+    if not names[0].endswith(HEAD):
+        raise RLHFError(
+            f"reward {spec.label!r}: {spec.model} is {names[0]} and no reward model (...{HEAD}); "
+            "train one from it with rlhf run rm"
+        )
 
 
 def mean_and_deviation(config: Any, spec: RewardSpec) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """What every trainer has to prove, rollouts as files, and the advantages by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from rlhf_trainer_group_clip.trainer import GroupClip
@@ -28,7 +30,7 @@ class TestGroupClip(TrainerConformance):
         "workers": "scores do not depend on who computes them",
     }  # fmt: skip
 
-    def test_a_replay_at_another_budget_has_the_same_losses(self, bench) -> None:
+    def test_a_replay_at_another_budget_has_the_same_losses(self, bench: Any) -> None:
         losses = column(bench.plain(), "loss")
         rollouts = bench.folder / "plain" / "rollouts"
         assert len([*rollouts.glob("[0-9]*.arrow")]) == len(losses) / 2

@@ -32,7 +32,8 @@ FOR_PLUGINS = (
 )
 LIBRARIES = (
     *("rlhf_rows", "rlhf_demo", "rlhf_distill", "rlhf_rollouts.rewards"),
-    *("rlhf_rollouts.reward_models", "rlhf_devkit"),
+    *("rlhf_rollouts.reward_models", "rlhf_rollouts.settings", "rlhf_rollouts.on_policy"),
+    *("rlhf_rollouts.ratios", "rlhf_devkit"),
 )
 PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), *LIBRARIES)
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""

@@ -35,7 +35,8 @@ FILES = [
 ]
 LIBRARIES = (
     *("rlhf_demo", "rlhf_devkit", "rlhf_distill", "rlhf_rows"),
-    *("rlhf_rollouts.rewards", "rlhf_rollouts.reward_models"),
+    *("rlhf_rollouts.rewards", "rlhf_rollouts.reward_models", "rlhf_rollouts.settings"),
+    *("rlhf_rollouts.on_policy", "rlhf_rollouts.ratios"),
 )
 """What distributions of others import beside core."""
 OURS = ("rlhf", *(name.partition(".")[0] for name in LIBRARIES))

@@ -20,7 +20,11 @@ MOST = {"trainer": 100, "backend": 120}
 """Lines of code of a plugin of this kind with its tests."""
 KINDS = {path.parent.name: kind for kind in MOST for path in METHODS.glob(f"*/{kind}.py")}
 """For each plugin the kind: its file is called so."""
-QUICK = {("calibrated", "ordinal"): "packed or least_at or rated_rows or (calibrated and hyper)"}
+QUICK = {
+    ("calibrated", "ordinal", "group_clip"): (
+        "packed or least_at or rated_rows or (calibrated and hyper) or replay or advantage"
+    ),
+}
 """Plugins that one process tests, and which of their tests `make test` runs."""
 OF_ONE_KIND = [tuple(name for name in KINDS if KINDS[name] == kind) for kind in MOST]
 """All plugins: a trainer's kit takes the only backend that is installed."""
@@ -131,6 +135,13 @@ def test_a_command_takes_what_run_takes_and_an_engine_writes_what_evaluations_sh
     assert done.stderr.startswith(
         "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
     )
+
+
+@pytest.mark.parametrize("name", ["__init__", "trainer"])
+def test_the_on_policy_trainer_is_that_of_the_page(name: str) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    module = (METHODS / "group_clip" / f"{name}.py").read_text()
+    assert f"```python\n{module}```" in page
 
 
 TWO_RUNS = """

@@ -22,10 +22,11 @@ from rlhf.trainer import Example, Loss, PackedBatch, Sample
 from rlhf_devkit import pack, weighted_loss
 from rlhf_plugin_grpo.advantages import advantages
 from rlhf_plugin_grpo.answers import Judged, trees
-from rlhf_plugin_grpo.config import KL, Clip, Correction, GRPOConfig
+from rlhf_plugin_grpo.config import KL, Clip, GRPOConfig
 from rlhf_plugin_grpo.trainer import GRPOTrainer
 from rlhf_rollouts.reported import Reported
 from rlhf_rollouts.rewards import RewardSpec, Scores
+from rlhf_rollouts.settings import Correction
 
 PEER = json.loads((Path(__file__).parents[1] / "parity" / "grpo.json").read_text())
 LENGTHS = np.array([[len(answer) for answer in group] for group in PEER["answers"]])

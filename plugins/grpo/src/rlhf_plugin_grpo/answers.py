@@ -7,11 +7,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf.trainer import Answer, Example, Sample, with_answers
+from rlhf.trainer import Answer, Example, with_answers
 from rlhf_plugin_grpo.advantages import Rewards, advantages, alike, deviations, overlong
 from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_rollouts.judged import Judged
-from rlhf_rollouts.room import largest_group
+from rlhf_rollouts.trees import blank_rollout
 from rlhf_rollouts.written import answer_of, shortened
 
 
@@ -94,16 +94,9 @@ def blank_tree(
 ) -> Example:
     """Return a tree as large as any of a rollout, and with a path as long as any, for prompts of
     these lengths and paths of up to `most` tokens. `names` are those of the rewards."""
-    count = config.answers
-    prompt, sizes = largest_group(
-        prompts, answers=count, max_new_tokens=config.max_new_tokens, most=most
-    )
-    zeros = np.zeros((1, count))
-    judged = Judged(
-        groups=[[Sample([0] * each, [0.0] * each) for each in sizes]],
-        by_name=dict.fromkeys(names, zeros),
-        total=np.arange(count, dtype=np.float64)[None],
-    )
+    (example,), judged = blank_rollout(config, prompts, names, most=most)
+    sizes = [len(sample.tokens) for sample in judged.groups[0]]
     old = [[[0.0] * each for each in sizes]] if config.off_policy else None
-    (made,) = trees([Example([0] * prompt, [])], judged, config, old=old)
-    return attrs.evolve(made, prompt=[0] * prompt, answers=[Answer([0] * each) for each in sizes])
+    (made,) = trees([example], judged, config, old=old)
+    answers = [Answer([0] * each) for each in sizes]
+    return attrs.evolve(made, prompt=example.prompt, answers=answers)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import attrs
 from attrs import field, frozen, validators
 
-from rlhf.plugin import Config, RLHFError, check_reference, check_rules
+from rlhf.plugin import Config, check_reference, check_rules
 from rlhf_plugin_grpo.presets import (
     PRESETS,
     Advantage,
@@ -18,8 +18,7 @@ from rlhf_plugin_grpo.presets import (
     Scale,
     Truncated,
 )
-from rlhf_rollouts.rewards.spec import RewardSpec
-from rlhf_rollouts.settings import Correction, Evaluation, Tools, check_lag, is_pattern
+from rlhf_rollouts.settings import OnPolicyConfig, check_on_policy
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
@@ -70,25 +69,12 @@ class KL:
 
 
 @frozen(kw_only=True)
-class GRPOConfig:
+class GRPOConfig(OnPolicyConfig):
     """Group relative policy optimisation and its relatives."""
 
-    rewards: tuple[RewardSpec, ...] = ()
-    """What scores the answers: a list of functions, servers and reward models, each with its
-    weight."""
     preset: Literal["dapo", "dr_grpo", "grpo", "rloo", "reinforce_pp", "gspo", "cispo"] = "dapo"
     """The method whose settings are the defaults of advantage, scale, ratio, clip, per, kl,
     truncated and filter. The run prints which of them are changed."""
-    answers: int = field(default=8, validator=positive)
-    """Answers to each prompt: its group."""
-    max_new_tokens: int = field(default=512, validator=positive)
-    """Maximum length of an answer."""
-    temperature: float = field(default=1.0, validator=validators.ge(0.01))
-    """Divides the logits when answers are drawn, and in the loss."""
-    stop: str | None = field(default=None, validator=is_pattern)
-    """Regular expression: an answer ends with the token that completes its first match."""
-    tools: Tools = field(factory=Tools)
-    """What the policy may call while it writes an answer."""
     advantage: Advantage | None = None
     """mean: the reward minus the mean of the group (arXiv 2402.03300). leave_one_out: minus the
     mean of the others (arXiv 2402.14740). none: the reward. Default: that of the preset."""
@@ -106,11 +92,6 @@ class GRPOConfig:
     """What the loss is averaged over. tokens: all tokens of the step. answers: the tokens of each
     answer, then the answers. constant: answers times max_new_tokens (arXiv 2503.20783). Default:
     that of the preset."""
-    correction: Correction = field(factory=Correction)
-    """The weight of tokens whose probability in training differs from that in sampling."""
-    agreement: float = field(default=0.05, validator=positive)
-    """Largest mean difference, in nats, between the log-probabilities of the tokens of a rollout
-    in sampling and in training; a larger one ends the run."""
     kl: KL = field(factory=KL)
     """The penalty on the distance from the policy before training."""
     truncated: Truncated | None = None
@@ -123,18 +104,8 @@ class GRPOConfig:
     entropy: float = field(default=0.0, validator=not_negative)
     """Factor of the mean entropy of the tokens of the step, which is added to the gain, so that the
     policy stays less certain."""
-    batches: int = field(default=1, validator=positive)
-    """How many steps' prompts are answered at once."""
-    passes: int = field(default=1, validator=positive)
-    """How often the answers of a rollout are trained on."""
     loss: str | None = field(default=None, validator=_names_function)
     """`module:function` of your own in place of ratio and clip."""
-    eval: Evaluation = field(factory=Evaluation)
-    """The answers to held-out prompts."""
-    deadline: float = field(default=60.0, validator=positive)
-    """Seconds in which a reward has to return."""
-    workers: int = field(default=1, validator=positive)
-    """Processes that call reward functions, and as many that call tools."""
 
     @property
     def method(self) -> Method:
@@ -161,6 +132,7 @@ class GRPOConfig:
         return self.batches * self.passes > 1
 
     def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
         method, clip, kl = self.method, self.clip, self.kl
         compares = (method.advantage, method.filter, method.scale) != ("none", "none", "none")
         check_rules(
@@ -179,7 +151,6 @@ class GRPOConfig:
                 "nearly equal would get advantages without bound; set scale to none",
                 method.advantage == "none" and method.scale != "none" and self.answers > 1,
             ),
-            (self.eval.broken, self.eval.broken),
             (
                 f"clip.low and clip.dual have no effect with clip.kind {method.clip_kind}",
                 method.clip_kind != "ppo" and (clip.low or clip.dual),
@@ -201,16 +172,12 @@ class GRPOConfig:
                 "log-ratio itself, so remove it",
                 method.kl_in == "reward" and kl.estimator,
             ),
-            (self.correction.broken, self.correction.broken),
-            (self.tools.broken, self.tools.broken),
         )
 
 
 def check(config: Config) -> None:
     """Raise RLHFError without rewards, and for a reference that this run cannot have."""
     section: GRPOConfig = config.own
-    if not section.rewards and section.tools.environment is None:
-        raise RLHFError("grpo.rewards is empty; name a rule or a function, such as exact")
-    check_lag(config, section.correction, "grpo")
+    check_on_policy(config, "grpo")
     if section.method.kl_beta:
         check_reference(config, section.kl.reference, every=section.kl.every, live=True)

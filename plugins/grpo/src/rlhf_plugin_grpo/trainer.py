@@ -32,7 +32,7 @@ from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_plugin_grpo.presets import PRESETS
 from rlhf_rollouts.entropy import logprobs_and_entropy
 from rlhf_rollouts.judged import Judged
-from rlhf_rollouts.metrics import of_answers, of_sampling
+from rlhf_rollouts.metrics import of_sampling
 from rlhf_rollouts.on_policy import OnPolicyTrainer
 from rlhf_rollouts.ratios import corrections
 from rlhf_rollouts.written import plain_trees
@@ -145,8 +145,7 @@ class GRPOTrainer(OnPolicyTrainer):
             )
         weights = corrections(old, drawn, config.correction)
         per_token = per_token * weights
-        found = of_answers(batch, self.names) | metrics.of_groups(batch)
-        found |= self.reported.metrics(batch)
+        found = self.rollout_metrics(batch) | metrics.of_groups(batch)
         if self.policy.module.training:
             found |= metrics.of_ratios(ratio.detach(), gains, method) | of_sampling(old, drawn)
             found["entropy"] = (read["entropy"].sum(), "tokens")

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf.trainer import Answer, Example, Sample, with_answers
+from rlhf.trainer import Answer, Example, with_answers
 from rlhf_plugin_ppo.advantages import Matrix, gae, token_rewards, whitened
 from rlhf_plugin_ppo.config import PPOConfig
 from rlhf_rollouts.judged import Judged
-from rlhf_rollouts.room import largest_group
+from rlhf_rollouts.trees import blank_rollout
 from rlhf_rollouts.written import answer_of, shortened
 
 OF_TOKENS = ("drawn", "old", "values", "advantages", "returns")
@@ -89,14 +89,8 @@ def blank_tree(
 ) -> Example:
     """Return a tree as large as any of a rollout, and with a path as long as any, for prompts of
     these lengths and paths of up to `most` tokens. `names` are those of the rewards."""
-    prompt, sizes = largest_group(
-        prompts, answers=config.answers, max_new_tokens=config.max_new_tokens, most=most
-    )
-    count = len(sizes)
-    zeros = np.zeros((1, count))
-    group = [Sample([0] * size, [0.0] * size) for size in sizes]
-    by_name = dict.fromkeys(names, zeros)
-    judged = Judged(groups=[group], by_name=by_name, total=zeros)
-    known = {name: np.zeros((count, max(sizes))) for name in OF_TOKENS[1:]}
-    (made,) = trees([Example([0] * prompt, [])], judged, known, np.zeros(count))
+    examples, judged = blank_rollout(config, prompts, names, most=most)
+    shape = (config.answers, judged.lengths.max())
+    known = {name: np.zeros(shape) for name in OF_TOKENS[1:]}
+    (made,) = trees(examples, judged, known, np.zeros(config.answers))
     return made

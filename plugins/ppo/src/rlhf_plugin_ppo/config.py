@@ -14,8 +14,7 @@ from rlhf.plugin import (
     check_reference,
     check_rules,
 )
-from rlhf_rollouts.rewards.spec import RewardSpec
-from rlhf_rollouts.settings import Correction, Evaluation, Tools, check_lag, is_pattern
+from rlhf_rollouts.settings import OnPolicyConfig, check_on_policy
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
@@ -94,22 +93,11 @@ class Critic:
 
 
 @frozen(kw_only=True)
-class PPOConfig:
+class PPOConfig(OnPolicyConfig):
     """Proximal policy optimisation with a critic."""
 
-    rewards: tuple[RewardSpec, ...] = ()
-    """What scores the answers: a list of functions, servers and reward models, each with its
-    weight."""
     answers: int = field(default=1, validator=positive)
     """Answers to each prompt."""
-    max_new_tokens: int = field(default=512, validator=positive)
-    """Maximum length of an answer."""
-    temperature: float = field(default=1.0, validator=validators.ge(0.01))
-    """Divides the logits when answers are drawn, and in the loss."""
-    stop: str | None = field(default=None, validator=is_pattern)
-    """Regular expression: an answer ends with the token that completes its first match."""
-    tools: Tools = field(factory=Tools)
-    """What the policy may call while it writes an answer."""
     gamma: float = field(default=1.0, validator=[positive, validators.le(1)])
     """Discount of the return by each token (arXiv 1506.02438)."""
     lambda_: float = field(default=0.95, validator=[not_negative, validators.le(1)])
@@ -131,28 +119,13 @@ class PPOConfig:
     """The penalty on the distance from the policy before training."""
     critic: Critic = field(factory=Critic)
     """The model that predicts the return at each token."""
-    correction: Correction = field(factory=Correction)
-    """The weight of tokens whose probability in training differs from that in sampling."""
-    agreement: float = field(default=0.05, validator=positive)
-    """Largest mean difference, in nats, between the log-probabilities of the tokens of a rollout
-    in sampling and in training; a larger one ends the run."""
     batches: int = field(default=4, validator=positive)
     """How many steps' prompts are answered at once."""
-    passes: int = field(default=1, validator=positive)
-    """How often the answers of a rollout are trained on."""
-    eval: Evaluation = field(factory=Evaluation)
-    """The answers to held-out prompts."""
-    deadline: float = field(default=60.0, validator=positive)
-    """Seconds in which a reward has to return."""
-    workers: int = field(default=1, validator=positive)
-    """Processes that call reward functions, and as many that call tools."""
 
     def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
         kl, warmup, serves = self.kl, self.critic.warmup, self.batches * self.passes
         check_rules(
-            (self.eval.broken, self.eval.broken),
-            (self.correction.broken, self.correction.broken),
-            (self.tools.broken, self.tools.broken),
             ("kl.target needs kl.beta above 0, from which it starts", kl.target and not kl.beta),
             (
                 "kl.horizon has no effect without kl.target",
@@ -173,9 +146,7 @@ class PPOConfig:
 def check(config: Config) -> None:
     """Raise RLHFError without rewards, and for models or coefficients that this run cannot have."""
     section: PPOConfig = config.own
-    if not section.rewards and section.tools.environment is None:
-        raise RLHFError("ppo.rewards is empty; name a rule or a function, such as exact")
-    check_lag(config, section.correction, "ppo")
+    check_on_policy(config, "ppo")
     if section.critic.model is not None:
         check_model_folder(section.critic.model, "ppo.critic.model")
     elif config.model.adapter is not None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf.engine import Engine
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RLHFError
 from rlhf.trainer import Classifier, Example, Loss, PackedBatch, Run, Term
 from rlhf_plugin_ppo import metrics
 from rlhf_plugin_ppo.advantages import Matrix, adapted, matrix_of
@@ -24,7 +24,7 @@ from rlhf_plugin_ppo.answers import OF_TOKENS, blank_tree, estimates, held_out_t
 from rlhf_plugin_ppo.config import PPOConfig
 from rlhf_plugin_ppo.losses import token_values, value_loss
 from rlhf_rollouts.judged import Judged
-from rlhf_rollouts.metrics import of_answers, of_clipping, of_sampling
+from rlhf_rollouts.metrics import of_clipping, of_sampling
 from rlhf_rollouts.on_policy import OnPolicyTrainer
 from rlhf_rollouts.ratios import clipped_gains, corrections
 from rlhf_rollouts.written import plain_trees
@@ -62,12 +62,8 @@ class PPOTrainer(OnPolicyTrainer):
 
     def trained(self, examples: Sequence[Example], judged: Judged, step: int) -> list[Example]:
         config = self.config
+        self.check_scored(judged, step)
         scored = ~np.isnan(judged.total).reshape(-1)
-        if not scored.any():
-            raise SameOnAllRanks(
-                f"step {step + 1}: no reward has scored any of the {scored.size} answers; check "
-                "ppo.rewards"
-            )
         plain = plain_trees(examples, judged.groups)
         logprobs = self.run.read(plain, self.logprobs)
         self.compare(judged, logprobs, step)
@@ -110,7 +106,7 @@ class PPOTrainer(OnPolicyTrainer):
             Term(losses.sum(), per="tokens"),
             Term(errors.sum(), per="tokens", role="critic"),
         )
-        found = of_answers(batch, self.names) | self.reported.metrics(batch)
+        found = self.rollout_metrics(batch)
         if self.policy.module.training:
             below = (ratio < 1 - clip.low) & (advantages < 0)
             above = (ratio > 1 + clip.high) & (advantages > 0)

@@ -7,19 +7,23 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from rlhf.plugin import documented
 from rlhf_rollouts.rewards import Scores
 from rlhf_rollouts.written import Group
 
 __all__ = ["Judged"]
 
 
+@documented
 @frozen(kw_only=True)
 class Judged:
     """The answers of a rollout with their rewards, as [groups, answers]; nan where there is no
     score."""
 
     groups: Sequence[Group]
+    """The `Sample`s of each prompt."""
     by_name: Mapping[str, NDArray[np.float64]]
+    """Each reward without its weight, by its name in metrics."""
     total: NDArray[np.float64]
     """The weighted sum."""
 
@@ -29,6 +33,13 @@ class Judged:
         shape = (len(groups), len(groups[0]))
         by_name = {name: np.reshape(each, shape) for name, each in scores.by_name.items()}
         return cls(groups=groups, by_name=by_name, total=np.reshape(scores.total, shape))
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """The mean reward of each group [groups, 1] over its scored answers; 0 if there are
+        none."""
+        counts = (~np.isnan(self.total)).sum(1, keepdims=True)
+        return np.nansum(self.total, axis=1, keepdims=True) / np.maximum(counts, 1)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

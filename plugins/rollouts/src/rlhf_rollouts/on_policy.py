@@ -1,22 +1,23 @@
 """The base class of trainers whose policy writes answers that rewards score."""
 
-import abc
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf.engine import Engine
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.plugin import documented
 from rlhf.readouts import token_logprobs
 from rlhf.trainer import Example, Examples, PackedBatch, Run, Trainer
 from rlhf_rollouts.agreement import check_agreement
 from rlhf_rollouts.judged import Judged
 from rlhf_rollouts.judges import Judges, kept_columns, started
-from rlhf_rollouts.metrics import deviations_of
+from rlhf_rollouts.metrics import Metrics, deviations_of, of_answers
 from rlhf_rollouts.passing import rollout_sums
 from rlhf_rollouts.reported import Reported
 from rlhf_rollouts.room import check_room, check_whole
@@ -25,26 +26,31 @@ from rlhf_rollouts.tools.offer import Offer, offer
 from rlhf_rollouts.tools.prompts import with_tools
 from rlhf_rollouts.tools.rewards import spec_of
 from rlhf_rollouts.tools.turns import Turns
-from rlhf_rollouts.written import Group, draws_of, written
+from rlhf_rollouts.trees import blank_rollout, held_out_trees, trained_trees
+from rlhf_rollouts.written import Group, draws_of, plain_trees, written
 
-__all__ = ["OnPolicyTrainer"]
+__all__ = ["Judged", "OnPolicyTrainer"]
 
 WITHIN = ("embedded", None)
 """The engine and the replay of runs whose own processes write the answers."""
 
 
+@documented
 class OnPolicyTrainer(Trainer):
     """A trainer on rows of the format `prompt`. A rollout is written, scored, recorded as a file of
-    the run and reported here; a subclass says what its loss sees of it.
+    the run and reported here.
 
-    Its settings have at least `rewards`, `answers`, `max_new_tokens`, `temperature`, `stop`,
-    `tools`, `batches`, `passes`, `agreement`, `eval`, `deadline` and `workers`, as those of GRPO.
+    A subclass has a `section`, settings that are an `OnPolicyConfig`, and `loss`, which reads
+    `batch.values`: `reward` and what `values` returns have a number for each answer, `old` and
+    `drawn` one for each token. A loss that needs other values overrides `trained`, `held_out` and
+    `blank_tree` together.
     """
 
     row_format = "prompt"
     section: ClassVar[str]
     """The name of the trainer's settings, for messages."""
     policy: Engine
+    """The model that is trained, which writes the answers."""
     first_step: int = 0
     """Number of steps at the start that do not train the policy."""
 
@@ -62,18 +68,37 @@ class OnPolicyTrainer(Trainer):
         self.rollouts = 0
         """How many rollouts have been trained on, with the present one."""
 
-    @abc.abstractmethod
-    def trained(self, examples: Sequence[Example], judged: Judged, step: int) -> list[Example]:
-        """Return what the loss sees of a rollout before step `step` (from 0). Collective."""
+    def values(self, judged: Judged) -> Sequence[Mapping[str, Any]]:
+        """Return for each group what the loss needs, such as advantages: a finite number for each
+        answer, by name. By default nothing is added to `Judged.values`."""
+        return [{} for _ in judged.groups]
 
-    @abc.abstractmethod
+    def trained(self, examples: Sequence[Example], judged: Judged, step: int) -> list[Example]:
+        """Return what the loss sees of a rollout before step `step` (from 0). Raises RLHFError if
+        no answer has a score. Collective."""
+        self.check_scored(judged, step)
+        old = self.run.read(plain_trees(examples, judged.groups), self.logprobs)
+        self.compare(judged, old, step)
+        return trained_trees(examples, judged, self.values(judged), old)
+
     def held_out(self, examples: Sequence[Example], judged: Judged) -> list[Example]:
         """Return what the loss sees of the answers to held-out prompts."""
+        return held_out_trees(examples, judged, self.values(judged))
 
-    @abc.abstractmethod
     def blank_tree(self, prompts: NDArray[Any], most: int) -> Example:
         """Return a tree as large as any that `trained` makes, for prompts of these lengths and
         paths of up to `most` tokens."""
+        examples, judged = blank_rollout(self.config, prompts, self.names, most=most)
+        old = [[[0.0] * len(sample.tokens) for sample in group] for group in judged.groups]
+        return trained_trees(examples, judged, self.values(judged), old)[0]
+
+    def check_scored(self, judged: Judged, step: int) -> None:
+        """Raise RLHFError if no answer of the rollout before step `step` (from 0) has a score."""
+        if np.isnan(judged.total).all():
+            raise SameOnAllRanks(
+                f"step {step + 1}: no reward has scored any of the {judged.total.size} answers; "
+                f"check {self.section}.rewards"
+            )
 
     def offered(self) -> Offer | None:
         """Return what the policy may call. Raises RLHFError for tools that cannot be loaded."""
@@ -164,6 +189,10 @@ class OnPolicyTrainer(Trainer):
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return the log-probability of each prediction under the policy [N]."""
         return self.policy(batch, self.readout)["logprobs"]
+
+    def rollout_metrics(self, batch: PackedBatch) -> Metrics:
+        """Return the metrics of the answers and their rewards, which every `loss` returns."""
+        return of_answers(batch, self.names) | self.reported.metrics(batch)
 
     @property
     def due(self) -> bool:

@@ -7,9 +7,15 @@ from typing import Any, Literal
 from attrs import field, frozen, validators
 
 from rlhf.errors import RLHFError
-from rlhf.plugin import Config, documented
+from rlhf.plugin import Config, check_rules, documented
+from rlhf_rollouts.rewards.spec import RewardSpec
 
-__all__ = ["Correction", "Evaluation", "Tools", "check_lag", "is_pattern"]
+__all__ = [
+    "Correction", "Evaluation", "OnPolicyConfig", "Tools", "check_lag", "check_on_policy",
+    "is_pattern",
+]  # fmt: skip
+
+positive: Any = validators.gt(0)
 
 
 def is_pattern(instance: Any, attribute: Any, value: str | None) -> None:
@@ -121,3 +127,51 @@ class Evaluation:
                 "eval.temperature"
             )
         return ""
+
+
+@documented
+@frozen(kw_only=True)
+class OnPolicyConfig:
+    """The settings that every `OnPolicyTrainer` has; a trainer's own class adds to them."""
+
+    rewards: tuple[RewardSpec, ...] = ()
+    """What scores the answers: a list of functions, servers and reward models, each with its
+    weight."""
+    answers: int = field(default=8, validator=positive)
+    """Answers to each prompt: its group."""
+    max_new_tokens: int = field(default=512, validator=positive)
+    """Maximum length of an answer."""
+    temperature: float = field(default=1.0, validator=validators.ge(0.01))
+    """Divides the logits when answers are drawn, and in the loss."""
+    stop: str | None = field(default=None, validator=is_pattern)
+    """Regular expression: an answer ends with the token that completes its first match."""
+    tools: Tools = field(factory=Tools)
+    """What the policy may call while it writes an answer."""
+    correction: Correction = field(factory=Correction)
+    """The weight of tokens whose probability in training differs from that in sampling."""
+    agreement: float = field(default=0.05, validator=positive)
+    """Largest mean difference, in nats, between the log-probabilities of the tokens of a rollout
+    in sampling and in training; a larger one ends the run."""
+    batches: int = field(default=1, validator=positive)
+    """How many steps' prompts are answered at once."""
+    passes: int = field(default=1, validator=positive)
+    """How often the answers of a rollout are trained on."""
+    eval: Evaluation = field(factory=Evaluation)
+    """The answers to held-out prompts."""
+    deadline: float = field(default=60.0, validator=positive)
+    """Seconds in which a reward has to return."""
+    workers: int = field(default=1, validator=positive)
+    """Processes that call reward functions, and as many that call tools."""
+
+    def __attrs_post_init__(self) -> None:
+        sections = (self.eval, self.correction, self.tools)
+        check_rules(*((section.broken, section.broken) for section in sections))
+
+
+def check_on_policy(config: Config, section: str) -> None:
+    """Raise RLHFError without rewards, and for what `rollouts.lag` cannot be combined with;
+    `section` is the name of the trainer's settings, an `OnPolicyConfig`."""
+    own: OnPolicyConfig = config.own
+    if not own.rewards and own.tools.environment is None:
+        raise RLHFError(f"{section}.rewards is empty; name a rule or a function, such as exact")
+    check_lag(config, own.correction, section)

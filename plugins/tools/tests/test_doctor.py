@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.cli import main
 from rlhf.hookspecs import Finding
-from rlhf_tools import doctor
+from rlhf_tools import doctor, engines
 
 LIBAIO = Finding(
     subject="async_io",
@@ -29,6 +29,7 @@ def only_backends(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_versions", lambda: [Finding(subject="versions", here="1.0")])
     for name in ("_packages", "_kernels", "describe_machine"):
         monkeypatch.setattr(doctor, name, list)
+    monkeypatch.setattr(doctor, "engine_findings", lambda config: [])
 
     def backends(*found):
         monkeypatch.setattr(doctor, "_backends", lambda: found)
@@ -163,3 +164,85 @@ def test_kernels_that_are_missing_are_shown(monkeypatch: pytest.MonkeyPatch) -> 
             remedy="pip install rlhf-kernels",
         )
     ]
+
+
+ENGINE = """\
+from attrs import frozen
+
+from rlhf.hookspecs import Finding
+from rlhf.plugin import RolloutPlugin
+
+@frozen
+class Settings:
+    place: str = "default"
+
+    def diagnose(self):
+        if self.place == "broken":
+            raise ValueError("it cannot look")
+        return [Finding(subject="toy", here=self.place)]
+
+plugin = RolloutPlugin(engine="toy_engine:Toy", config=Settings)
+"""
+
+
+@pytest.fixture
+def toy_engine(tmp_path, monkeypatch):
+    """An installed generation engine `toy-engine`, whose settings have `diagnose`."""
+    folder = tmp_path / "site" / "rlhf_toy-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(BROKEN.partition("Requires")[0])
+    (folder / "entry_points.txt").write_text("[rlhf.rollouts]\ntoy-engine = toy_engine:plugin\n")
+    (tmp_path / "site" / "toy_engine.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+def of_toy(config) -> Finding:
+    (found,) = [each for each in engines.engine_findings(config) if each.subject[:3] == "toy"]
+    return found
+
+
+def recipe(tmp_path: Path, place: str) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"rollouts: {{engine: toy-engine, toy-engine: {{place: {place}}}}}\n")
+    return str(path)
+
+
+def test_a_generation_engine_adds_findings_by_its_settings(toy_engine, tmp_path) -> None:
+    assert of_toy(None).here == "default"
+    assert of_toy(engines.read_words(["sft"])).here == "default"
+    assert of_toy(engines.read_words(["sft", recipe(tmp_path, "here")])).here == "here"
+
+
+def test_an_engine_that_cannot_look_is_a_finding(toy_engine, tmp_path) -> None:
+    found = of_toy(engines.read_words(["sft", recipe(tmp_path, "broken")]))
+    assert (found.subject, found.here, found.state) == (
+        "toy-engine", "it cannot look", "optional",
+    )  # fmt: skip
+    assert (found.feature, found.remedy) == ("rollouts.engine toy-engine", "rlhf plugins check")
+
+
+def test_settings_of_the_doctor_are_read_as_those_of_a_run() -> None:
+    words = ["--optim.weight-decay", "0.5", "--rollouts.engine=embedded", "--output", "a: *b"]
+    config = engines.read_words(["sft", *words])
+    assert (config.optim.weight_decay, config.output) == (0.5, "a: *b")
+
+
+def test_the_doctor_takes_a_configuration(only_backends, monkeypatch, capsys) -> None:
+    only_backends()
+    finding = lambda config: [Finding(subject="engine", here=config.rollouts.engine)]  # noqa: E731
+    monkeypatch.setattr(doctor, "engine_findings", finding)
+    assert main(["doctor", "--json", "sft", "--rollouts", "embedded"]) == 0
+    assert json.loads(capsys.readouterr().out)[-1]["here"] == "embedded"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--rollouts.lag",), "unexpected argument '--rollouts.lag'; write --section.field VALUE"),
+        (("a.yaml", "b.yaml"), "unexpected argument 'b.yaml'; write --section.field VALUE"),
+        (("--rollouts.nothing", "1"), "rollouts.nothing"),
+    ],
+)
+def test_words_that_are_no_configuration_are_an_error(words, problem, capsys) -> None:
+    assert main(["doctor", "sft", *words]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Records and arguments of the commands before and after runs, and the record of the model card."""
 
-from argparse import ArgumentParser
+from argparse import REMAINDER, ArgumentParser
 from pathlib import Path
 
 from rlhf.plugin import CommandPlugin, ExportPlugin, positive
@@ -29,9 +29,12 @@ def cache_arguments(parser: ArgumentParser) -> None:
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
-    """Add the option for JSON."""
+    """Add the option for JSON, and the configuration whose generation engine is checked."""
+    parser.usage = "rlhf doctor [--json] [NAME [CONFIG.yaml] [--section.field VALUE ...]]"
     text = "print the findings as JSON"
     parser.add_argument("--json", dest="as_json", action="store_true", help=text)
+    text = "a trainer, its YAML file and settings: check what their generation engine needs"
+    parser.add_argument("words", nargs=REMAINDER, metavar="NAME", help=text)
 
 
 def report_arguments(parser: ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """`rlhf doctor`: what this machine and installation have, what a feature lacks, and the remedy.
 
-The backend adds what it knows through the hook `diagnose`.
+The backend adds what it knows through the hook `diagnose`, and a generation engine through a method
+`diagnose` of its settings.
 """
 
 import json
@@ -22,6 +23,7 @@ from rlhf.engine import GIB, free_space, write_speed
 from rlhf.errors import RLHFError, first_line
 from rlhf.hookspecs import Finding
 from rlhf.preview import build_backend, installed_kernels, load_backend
+from rlhf_tools.engines import engine_findings, read_words
 
 VERSIONS = ("rlhf-core", "torch", "transformers")
 FEATURES = {"quantize": "model.quantize"}
@@ -34,10 +36,12 @@ FOLDERS = {
 COLUMNS = (8, 15)
 
 
-def doctor_command(*, as_json: bool) -> int:
-    """Print all findings; returns 2 if something is missing that every run needs, else 0."""
+def doctor_command(*, as_json: bool, words: Sequence[str] = ()) -> int:
+    """Print all findings, with those of the generation engine that the words after `rlhf doctor`
+    configure; returns 2 if something is missing that every run needs, else 0."""
+    config = read_words(words) if words else None
     findings = [*_versions(), *_packages(), *_kernels(), *describe_machine(), *_disks()]
-    findings += _backends()
+    findings += [*_backends(), *engine_findings(config)]
     if as_json:
         print(json.dumps([attrs.asdict(each) for each in findings], indent=2))
     else:

@@ -1,14 +1,18 @@
 """The settings of the engine, which are `rollouts: {engine: vllm, vllm: {...}}`."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from attrs import field, frozen, validators
 
 from rlhf.cli import is_local_host
 from rlhf.plugin import Config, RLHFError, check_rules, documented
+
+if TYPE_CHECKING:
+    from rlhf.hookspecs import Finding
 
 above_zero: Any = validators.gt(0)
 SHARED_MEMORY = "/dev/shm"
@@ -80,6 +84,12 @@ class VLLMConfig:
             (f"arguments {', '.join(address)}: the run chooses the address of its server; remove "
              "it, or set port", address),
         )  # fmt: skip
+
+    def diagnose(self) -> "Sequence[Finding]":
+        """Return what `rlhf doctor` shows of the environment with vLLM."""
+        from rlhf_rollout_vllm.environment import diagnose  # late: start-up time
+
+        return [*diagnose(self.url, self.python, self.environment)]
 
 
 def _is_address(url: str) -> bool:

@@ -15,7 +15,8 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import Config
 from rlhf_rollout_vllm.client import MODELS, Client
 from rlhf_rollout_vllm.config import VLLMConfig
-from rlhf_rollout_vllm.launch import Server, check_environment, start, wait_for
+from rlhf_rollout_vllm.environment import check_environment
+from rlhf_rollout_vllm.launch import Server, start, wait_for
 from rlhf_rollout_vllm.transfer import Adapter, Transfer, WholeWeights
 
 POLICY = "policy"

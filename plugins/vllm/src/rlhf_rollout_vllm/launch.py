@@ -7,10 +7,9 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 from attrs import define
 
@@ -120,19 +119,6 @@ def wait_for(server: Server, *, seconds: float) -> None:
                 "rollouts.vllm.start_seconds"
             )
         time.sleep(0.1)
-
-
-def check_environment(python: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise RLHFError if there is no vLLM for this Python."""
-    command = [python, "-c", "import importlib.metadata as m; m.version('vllm')"]
-    found = subprocess.run(
-        command, capture_output=True, check=False, encoding="utf-8", env=os.environ | environment
-    )
-    if found.returncode:
-        why = (found.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise RLHFError(
-            f"rollouts.vllm.python {python}: no vLLM ({why}); run `{python} -m pip install vllm`"
-        )
 
 
 def _port(wanted: int | None) -> int:

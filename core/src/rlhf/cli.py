@@ -14,7 +14,7 @@ from rlhf.registry.installed import (
     is_satisfied,
     known_plugins,
 )
-from rlhf.request.reader import Request
+from rlhf.request.reader import Request, read_config
 from rlhf.request.settings_tree import flow, leaves, load_yaml, parse_yaml
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "main",
     "model_folder",
     "parse_yaml",
+    "read_config",
     "read_json",
     "read_lines",
     "section_class",

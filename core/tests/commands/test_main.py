@@ -113,8 +113,8 @@ def test_an_output_that_is_an_address_is_one_line_and_writes_nothing(
     assert main([*words, address]) == 2
     assert capsys.readouterr() == (
         "",
-        f"error: cannot write to {address.partition('://')[0]}://, only to a local path "
-        "(docs/observers.md shows how to copy checkpoints to a bucket)\n",
+        f"error: cannot write to {address.partition('://')[0]}://; choose a local path "
+        "(buckets: docs/observers.md)\n",
     )
     assert not any(Path().iterdir())
 

@@ -53,6 +53,5 @@ def test_an_output_that_is_an_address_is_refused() -> None:
     with pytest.raises(RLHFError) as error:
         merge_command("adapter", "s3://bucket/merged")
     assert str(error.value) == (
-        "cannot write to s3://, only to a local path (docs/observers.md shows how to copy "
-        "checkpoints to a bucket)"
+        "cannot write to s3://; choose a local path (buckets: docs/observers.md)"
     )

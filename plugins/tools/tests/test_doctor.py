@@ -222,15 +222,18 @@ def test_an_engine_that_cannot_look_is_a_finding(toy_engine, tmp_path) -> None:
 
 
 def test_settings_of_the_doctor_are_read_as_those_of_a_run() -> None:
-    words = ["--optim.weight-decay", "0.5", "--rollouts.engine=embedded", "--output", "a: *b"]
+    words = ["--optim.weight-decay", "0.5", "--output=a # b", "--overwrite", "--nproc", "2"]
     config = engines.read_words(["sft", *words])
-    assert (config.optim.weight_decay, config.output) == (0.5, "a: *b")
+    assert (config.optim.weight_decay, config.output) == (0.5, "a # b")
 
 
 def test_the_doctor_takes_a_configuration(only_backends, monkeypatch, capsys) -> None:
     only_backends()
-    finding = lambda config: [Finding(subject="engine", here=config.rollouts.engine)]  # noqa: E731
-    monkeypatch.setattr(doctor, "engine_findings", finding)
+
+    def engine(config) -> list[Finding]:
+        return [Finding(subject="engine", here=config.rollouts.engine)]
+
+    monkeypatch.setattr(doctor, "engine_findings", engine)
     assert main(["doctor", "--json", "sft", "--rollouts", "embedded"]) == 0
     assert json.loads(capsys.readouterr().out)[-1]["here"] == "embedded"
 
@@ -238,8 +241,8 @@ def test_the_doctor_takes_a_configuration(only_backends, monkeypatch, capsys) ->
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--rollouts.lag",), "unexpected argument '--rollouts.lag'; write --section.field VALUE"),
-        (("a.yaml", "b.yaml"), "unexpected argument 'b.yaml'; write --section.field VALUE"),
+        (("--rollouts.lag",), "--rollouts.lag needs a value; write --rollouts.lag VALUE"),
+        (("a.yaml", "b.yaml"), "unexpected argument 'b.yaml': the config file is already a.yaml"),
         (("--rollouts.nothing", "1"), "rollouts.nothing"),
     ],
 )

@@ -136,6 +136,6 @@ def test_an_address_is_no_folder(
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": "<image>", "images": [f"{address}/good"]}]
     assert main(["fetch", write(tmp_path / "rows.jsonl", rows), "s3://bucket/rows"]) == 2
-    assert capsys.readouterr().err.startswith("error: cannot write to s3://, only to a local path")
+    assert capsys.readouterr().err.startswith("error: cannot write to s3://; choose a local path")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     assert not ASKED

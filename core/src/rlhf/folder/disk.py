@@ -96,11 +96,10 @@ def write_file(target: Path, text: str, *, replace: bool = False) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Raise RLHFError for an address such as s3://bucket, and for what is no path in UTF-8."""
+    """Raise RLHFError for an address such as s3://bucket, and for a path that is not UTF-8."""
     if path.parts[1:] and path.parts[0].endswith(":"):
         raise RLHFError(
-            f"cannot write to {path.parts[0]}//, only to a local path (docs/observers.md shows how "
-            "to copy checkpoints to a bucket)"
+            f"cannot write to {path.parts[0]}//; choose a local path (buckets: docs/observers.md)"
         )
     if "\0" in str(path):
         raise RLHFError(f"the path {str(path)!a} contains the character NUL; choose another")

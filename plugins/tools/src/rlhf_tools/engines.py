@@ -1,14 +1,12 @@
 """What `rlhf doctor` shows of generation engines, and the configuration that it checks for them."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml
+import attrs
 
-from rlhf import read_config
-from rlhf.cli import installed, parse_yaml
-from rlhf.errors import RLHFError, first_line
+from rlhf.cli import installed, read_config, setting_name
+from rlhf.errors import first_line
 from rlhf.hookspecs import Finding
 from rlhf.plugin import Config
 from rlhf.preview import load_record
@@ -31,29 +29,15 @@ def engine_findings(config: Config | None) -> Iterator[Finding]:
 
 def _section(config: Config | None, engine: str) -> Any:
     """Return the settings of an engine in a configuration, or None if it has another engine."""
-    return config and getattr(config.rollouts, re.sub(r"\W", "_", engine), None)
+    if config is None:
+        return None
+    fields = attrs.fields(type(config.rollouts))
+    found = (getattr(config.rollouts, it.name) for it in fields if setting_name(it) == engine)
+    return next(found, None)
 
 
 def read_words(words: Sequence[str]) -> Config:
     """Return the configuration that the words after `rlhf doctor` name: a trainer, perhaps a YAML
-    file, and settings. Raises RLHFError if they are wrong."""
+    file, and settings; model and data may be missing. Raises RLHFError if they are wrong."""
     name, *rest = words
-    file = rest.pop(0) if rest and not rest[0].startswith("--") else None
-    return read_config(name, file=file, overrides=dict(_settings(rest)))
-
-
-def _settings(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each `--section.field VALUE` or `--section.field=VALUE`."""
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        if not name.startswith("--") or not (equals or words):
-            raise RLHFError(f"unexpected argument '{name}'; write --section.field VALUE after NAME")
-        yield name[2:], _parsed(value if equals else words.pop(0))
-
-
-def _parsed(value: str) -> Any:
-    """Return a value of the command line, which is YAML or else text."""
-    try:
-        return parse_yaml(value)
-    except yaml.YAMLError:
-        return value
+    return read_config(name, overrides=rest, inputs=False).config

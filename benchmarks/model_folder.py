@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5TextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
 )
@@ -57,9 +58,16 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
         | {"moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False},
     ),
+    "qwen3-3b-cut": (
+        Qwen3Config,
+        {"vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144}
+        | {"num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4}
+        | {"head_dim": 128, "tie_word_embeddings": False},
+    ),
 }
-"""Shapes of other families: layers that take turns with attention, and a mixture of experts with 8
-of its 48 layers, so that it fits on one card."""
+"""Shapes of other families: layers that take turns with attention, a mixture of experts with 8 of
+its 48 layers, so that it fits on one card, and the dense model of the parameters that a token
+passes in that mixture."""
 VISION: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": {
         "text_config": {"vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144}

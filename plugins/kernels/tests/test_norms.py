@@ -157,6 +157,7 @@ def test_norms_that_compute_alike_are_sent_one_probe(monkeypatch: pytest.MonkeyP
             "kernels",
         ),
         ("GPT-OSS", "layers     norms and rotary embedding fused"),
+        ("Mixtral", "layers     norms, rotary embedding and experts fused"),
         ("GPT-2", ""),
     ],
 )

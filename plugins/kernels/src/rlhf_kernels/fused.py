@@ -1,5 +1,5 @@
-"""Fused layers: RMS norms by our kernels and gated activations by the Triton kernels of Liger
-(arXiv 2410.10989), in any family, and the rotary embedding by Liger or by a kernel of ours.
+"""Fused layers: RMS norms and experts by our kernels and gated activations by the Triton kernels of
+Liger (arXiv 2410.10989), in any family, and the rotary embedding by Liger or by a kernel of ours.
 
 Liger's own functions patch a family's Python module, so that every model in the process changes.
 Here only one model changes, except for the rotary embedding, which is a function of that module.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import fused_on, replace_forward, replaced_forward
 from rlhf.errors import RLHFError
+from rlhf_kernels.experts import fuse_experts
 from rlhf_kernels.gates import Product, activation_of, factors, gates_of, output_of
 from rlhf_kernels.liger import liger_module
 from rlhf_kernels.meta import MetaGate
@@ -63,7 +64,9 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
     gates = sum(_fuse_gate(layer, device) for layer in gates_of(decoder))
     by_liger = not not_fusible(decoder.config, device)
     rotary = _fuse_rotary(decoder, device, by_liger=by_liger)
+    experts = fuse_experts(decoder)
     fused = {"norms": fuse_norms(decoder), "rotary embedding": rotary, "gates": gates}
+    fused |= {"experts": experts}
     *others, last = [name for name, number in fused.items() if number] or [""]
     names = f"{', '.join(others)} and {last}" if others else last
     by = f", by Liger {version('liger-kernel')} and our own kernels" if by_liger or gates else ""

@@ -68,7 +68,7 @@ def test_where_a_layer_keeps_the_device_busy_more_tokens_are_not_taken(
     small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit = on_accelerator(small, GIB)
-    monkeypatch.setattr(choice, "ENOUGH", 300 * fit.rehearsed.policy.shape.mean_layer)
+    monkeypatch.setattr(choice, "ENOUGH", 299 * fit.rehearsed.policy.shape.mean_layer)
     picked, _ = chosen(fit)
     assert picked.tokens == 300
 
@@ -78,12 +78,27 @@ def test_layers_with_scans_keep_the_host_busy_for_longer(
 ) -> None:
     fit = on_accelerator(small, GIB)
     policy = fit.rehearsed.policy
-    monkeypatch.setattr(choice, "ENOUGH", 300 * policy.shape.mean_layer)
+    monkeypatch.setattr(choice, "ENOUGH", 299 * policy.shape.mean_layer)
     scans = attrs.evolve(policy.shape, scans=policy.shape.layers)
     object.__setattr__(policy, "shape", scans)
-    assert fit.layer == scans.mean_layer // SCAN
+    assert fit.layer == pytest.approx(scans.mean_layer / SCAN, rel=1e-2)
     picked, _ = chosen(fit)
     assert picked.tokens == 600
+
+
+def test_a_mixture_whose_gradients_are_large_has_more_tokens(
+    small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = on_accelerator(small, GIB)
+    shape = fit.rehearsed.policy.shape
+    monkeypatch.setattr(choice, "ENOUGH", 299 * shape.mean_layer)
+    # Three of four parameters of a layer are those of idle experts.
+    idle = 3 * shape.layers * shape.mean_layer
+    mixture = attrs.evolve(shape, parameters=shape.parameters + idle, idle=idle)
+    object.__setattr__(fit.rehearsed.policy, "shape", mixture)
+    assert chosen(fit)[0].tokens == 300
+    monkeypatch.setattr("rlhf.memory.fit.ADDED", mixture.mean_layer)
+    assert chosen(fit)[0].tokens == 600
 
 
 def test_products_in_fp8_which_depend_on_them_have_no_more_tokens(small: list[str]) -> None:
@@ -140,7 +155,7 @@ def test_fewer_tokens_are_preferred_to_recomputation_while_the_device_is_busy(
     fit = on_accelerator(given, memory)
     picked, _ = chosen(fit)
     assert picked == Choice(400, "full")
-    monkeypatch.setattr(choice, "ENOUGH", 200 * fit.rehearsed.policy.shape.mean_layer)
+    monkeypatch.setattr(choice, "ENOUGH", 199 * fit.rehearsed.policy.shape.mean_layer)
     picked, line = chosen(fit)
     assert picked == Choice(200, "auto")
     assert line == (

@@ -21,6 +21,9 @@ MARGIN = 0.95
 SCAN = 3
 """Layers with attention that the host launches in the time for one with a recurrent scan
 (benchmarks/NOTES.md, Gated DeltaNet by flash-linear-attention)."""
+ADDED = 2.3e8
+"""Parameters of a layer whose gradients, also those of experts that a token does not pass, the
+device adds up in the time that the host takes for it (benchmarks/NOTES.md, Mixtures of experts)."""
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
@@ -133,11 +136,12 @@ class StepFit:
     @property
     def layer(self) -> int:
         """Parameters of a mean layer of the trained model that a token passes, for the time in
-        which the host launches a layer with attention."""
+        which the host launches a layer with attention and the device adds up small gradients."""
         assert isinstance(self.rehearsed, Rehearsed)
         shape = self.rehearsed.policy.shape
         layers = max(shape.layers + shape.tower_layers, 1)
-        return (shape.mean_layer * layers - shape.idle) // (layers + (SCAN - 1) * shape.scans)
+        passed = (shape.mean_layer * layers - shape.idle) // (layers + (SCAN - 1) * shape.scans)
+        return int(passed / (1 + shape.mean_layer / ADDED))
 
     @property
     def token_settings(self) -> tuple[int, Recompute]:

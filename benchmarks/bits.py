@@ -24,7 +24,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-MEASURED = ("*tokens_per_s", "*mfu", "*_seconds", "*memory*")
+MEASURED = ("*tokens_per_s", "*mfu", "*_seconds", "*/seconds", "*memory*")
 """Metrics that two runs of the same version do not share."""
 
 ROWS = "path: 'demo:arithmetic'"

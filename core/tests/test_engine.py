@@ -1,15 +1,22 @@
-"""The axes of a mesh, without processes: who is where, and which rows a rank gets."""
+"""The axes of a mesh, without processes: who is where, and which rows a rank gets; and what other
+ranks do while rank 0 works."""
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import distributed
 
 from rlhf.config.sections import BatchConfig, Config
 from rlhf.data.example import Answer, Example
 from rlhf.data.order import RunOrder
 from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf_devkit.ranks import Ranks, ranks_fixture
+
+two = ranks_fixture(2)
 
 
 def test_neighbours_differ_in_tensor_then_in_sequence_then_in_data() -> None:
@@ -59,3 +66,32 @@ def test_an_error_of_rank_zero_is_that_of_all_ranks() -> None:
     with pytest.raises(SameOnAllRanks) as caught:
         Mesh().on_rank_zero(refuse)
     assert (str(caught.value), caught.value.__notes__) == ("no reward server", ["where"])
+
+
+def work_for_long(timeout: float, seconds: float) -> tuple[list[str], str]:
+    """Have rank 0 work for `seconds` twice, where a collective may take `timeout` seconds."""
+    mesh = Mesh(rank=distributed.get_rank(), world=2)
+
+    def act() -> str:
+        time.sleep(seconds)
+        return "judged"
+
+    def refuse() -> None:
+        time.sleep(seconds)
+        raise RLHFError("no reward server")
+
+    limit = distributed.distributed_c10d._set_pg_timeout
+    mesh.barrier()
+    limit(timedelta(seconds=timeout))
+    try:
+        results = [mesh.on_rank_zero(act), mesh.on_rank_zero(lambda: "written")]
+        with pytest.raises(SameOnAllRanks) as caught:
+            mesh.on_rank_zero(refuse)
+    finally:
+        limit(timedelta(minutes=10))
+    return results, str(caught.value)
+
+
+def test_rank_zero_may_work_longer_than_a_collective_may_take(two: Ranks) -> None:
+    same = (["judged", "written"], "no reward server")
+    assert two.run(work_for_long, 1.0, 2.5) == [same, same]

@@ -5,6 +5,7 @@ A backend prepares modules as engines, places processes in a `Mesh`, turns the c
 """
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -228,14 +229,16 @@ class Mesh:
     def on_rank_zero(self, act: Callable[[], T], *, share: bool = True) -> T:
         """Return the result of `act` on rank 0, on every rank; with `share` False on rank 0 only,
         and None elsewhere. An RLHFError is raised on every rank, so that none waits for one that
-        has ended. Collective."""
+        has ended. `act` may take longer than a collective operation. Collective."""
         value: Any = None
         error: RLHFError | None = None
-        if self.rank == 0:
-            try:
+        try:
+            if self.rank == 0:
                 value = act()
-            except RLHFError as problem:
-                error = problem
+        except RLHFError as problem:
+            error = problem
+        finally:
+            self._await_rank_zero()
         shared, message = self.gather((value if share else None, error and str(error)))[0]
         if message is not None:
             same = SameOnAllRanks(message)
@@ -243,6 +246,16 @@ class Mesh:
                 same.add_note(note)
             raise same from error
         return shared if share else value
+
+    def _await_rank_zero(self) -> None:
+        """Wait without a timeout until rank 0 has called this as often as this rank has."""
+        if self.world == 1:
+            return
+        store = torch.distributed.distributed_c10d._get_default_store()
+        calls, pause = store.add(f"rlhf/rank-{self.rank}", 1), 0.001
+        while store.add("rlhf/rank-0", 0) < calls:
+            time.sleep(pause)
+            pause = min(1.1 * pause, 0.1)
 
     @property
     def _everyone(self) -> Axis:

@@ -43,7 +43,8 @@ __all__ = [
 class RolloutEngine(Protocol):
     """What writes answers. On every rank the class is created before its first answer, with the
     keywords `config` (a `Config`), `tokenizer`, `mesh` (a `Mesh`) and `hooks` (`BackendHooks`). It
-    may have a list `notes`: the run prints the lines that `sample` appends to it.
+    may have a list `notes`: the run prints the lines that `sample` appends to it. It may have a
+    dict `metrics`, to whose numbers `sample` adds: `Run.engine_metrics`.
 
     It may have a method `begin` with the arguments of `sample`, which returns a function, called
     once, that waits for the answers: with `rollouts.lag: 1` the run trains in between, and calls no

@@ -329,6 +329,8 @@ class Run(Protocol):
     notes: list[str]
     """Lines that the run prints before its first step, such as what was chosen and why, or after
     the step in which they were added. Each begins with its subject, in 11 columns."""
+    engine_metrics: dict[str, float]
+    """What the generation engine has measured since a trainer, which reports it, has cleared it."""
 
     def load(
         self,

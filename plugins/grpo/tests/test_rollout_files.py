@@ -208,6 +208,59 @@ def test_a_resumed_run_removes_the_rollouts_after_its_checkpoint(
     assert not (folder / "rollouts").exists()
 
 
+def test_the_answers_of_a_reward_that_fails_are_kept_until_they_are_scored(
+    inputs: Inputs, recording: Recording, tmp_path: Path
+) -> None:
+    function, folder = tmp_path / "late.py", tmp_path / "run"
+    scored = "    return [-len({*ids}) for ids in completion_ids]\n"
+    fails = "    if others['trainer_state'].global_step == 4:\n        raise ValueError('late')\n"
+    function.write_text(f"def short(completion_ids, **others):\n{fails}{scored}")
+    more = (*STEPS, "--grpo.rewards", f"{function}:short", "--checkpoint.every", "1")
+    with pytest.raises(RLHFError) as caught:
+        inputs.run(folder, *more)
+    kept = folder / "rollouts" / "5.unjudged.arrow"
+    assert str(caught.value).startswith("reward 'short': raised ValueError: late (late.py:3) for ")
+    assert str(caught.value).endswith(f" that it cannot score; the answers are in {kept}")
+    assert "Traceback" in "".join(caught.value.__notes__)
+    assert names(folder) == ["1.arrow", "5.unjudged.arrow"]
+    scores = ("reward", "reward/short", "extra")
+    rows = table(recording.folder / "rollouts" / "5.arrow")
+    drawn = [{name: it for name, it in row.items() if name not in scores} for row in rows]
+    assert table(kept) == drawn
+    function.write_text(f"def short(completion_ids, **others):\n{scored}")
+    inputs.run(folder, *more, "--resume")
+    assert names(folder) == ["1.arrow", "5.arrow", "eval-6.arrow"]
+    assert table(folder / "rollouts" / "5.arrow") == rows
+
+
+def test_no_file_is_written_for_a_reward_that_fails_if_none_are_kept(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    function, folder = tmp_path / "fails.py", tmp_path / "run"
+    function.write_text("def fails(**others):\n    raise OSError('no space left')")
+    with pytest.raises(RLHFError) as caught:
+        inputs.run(folder, "--grpo.rewards", f"{function}:fails", "--rollouts.keep", "0")
+    assert str(caught.value).endswith("return None for an answer that it cannot score")
+    assert not (folder / "rollouts").exists()
+
+
+def test_steps_report_how_long_their_rollout_was_written_and_scored(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    function = tmp_path / "slow.py"
+    function.write_text(
+        "import time\n\n\ndef slow(completions, **others):\n    time.sleep(0.5)\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    words = inputs.words(tmp_path / "run", *STEPS, "--grpo.rewards", f"{function}:slow")
+    lines = tiny.run("grpo", words, str(inputs.folder / "cache"), True)
+    *steps, evaluation = lines
+    assert all(line["rollout/seconds"] > 0 and line["rewards/seconds"] > 0.5 for line in steps)
+    # A rollout serves four steps, then two.
+    assert len({line["rollout/seconds"] for line in steps}) == 2
+    assert not any(name.endswith("/seconds") for name in evaluation)
+
+
 def refusal(inputs: Inputs, output: Path, *more: str) -> str:
     """The error of a run that has trained on nothing."""
     with pytest.raises(RLHFError) as caught:

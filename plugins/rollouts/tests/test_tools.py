@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -103,10 +104,13 @@ def talked(
     turns = Turns(run, tools, offered, workers=1, section="grpo")
     try:
         example = Example(prompt.prompt, [], columns=prompt.columns, row="train.jsonl line 1")
-        return turns(
+        told = turns(
             ENGINE, [example], [0], answers=len(scripts), max_new_tokens=room, temperature=1.0,
             stop=stop,
         )  # fmt: skip
+        # The processes of the environments end with this function.
+        rewards = None if told.rewards is None else told.rewards()
+        return attrs.evolve(told, rewards=lambda: rewards)
     finally:
         turns.close()
 
@@ -346,7 +350,7 @@ def test_each_answer_has_an_environment_of_its_own_that_rewards_it(tokenizer: An
     assert [message["content"] for message in found.completions[0][1]] == [
         "", "at 12", "", "at 15", "end",
     ]  # fmt: skip
-    assert found.rewards == [11, 15, 10]
+    assert found.rewards() == [11, 15, 10]
     (example,) = found.examples
     assert tokenizer.decode(example.prompt).endswith("How much? It starts at 10.\n<|assistant|>")
     assert example.columns["prompt"] == [{"role": "user", "content": "How much? It starts at 10."}]
@@ -396,7 +400,7 @@ def test_an_environment_goes_on_after_a_call_that_is_late(tokenizer: Any) -> Non
     ]
     found = talked(tokenizer, scripts, deadline=0.3, **COUNTER)
     assert found.completions[0][0][1]["content"] == "{'error': 'did not return within 0.3 s'}"
-    assert found.rewards == [1, 2]
+    assert found.rewards() == [1, 2]
 
 
 def test_an_answer_whose_environment_hangs_ends_without_a_reward(
@@ -408,7 +412,7 @@ def test_an_answer_whose_environment_hangs_ends_without_a_reward(
     ]
     found = talked(tokenizer, scripts, deadline=0.3, **COUNTER)
     # Both are in the process that was ended.
-    assert found.rewards == [None, None]
+    assert found.rewards() == [None, None]
     assert [sample.finished for sample in found.groups[0]] == [False, False]
     assert capfd.readouterr().err.splitlines()[-1] == (
         "warning: environment Counter: 2 answers without a reward, since the process of their "
@@ -420,7 +424,7 @@ def test_a_reward_of_an_environment_that_is_late_does_not_exist(
     tokenizer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings: dict[str, Any] = {"functions": (), "environment": f"{FILE}:Pensive"}
-    assert talked(tokenizer, [[f"end{END}"]], deadline=0.3, **settings).rewards == [None]
+    assert talked(tokenizer, [[f"end{END}"]], deadline=0.3, **settings).rewards() == [None]
     assert capfd.readouterr().err == (
         "warning: environment Pensive: 1 answer without a reward, since get_reward did not return "
         "within 0.3 s; they count as unscorable\n"
@@ -432,7 +436,7 @@ def test_a_decorated_method_is_called_by_its_name(tokenizer: Any) -> None:
     settings: dict[str, Any] = {"functions": (), "environment": f"{FILE}:Decorated"}
     names = [it["function"]["name"] for it in offer(Tools(**settings)).schemas]
     assert names == ["freeze", "stay", "step"]
-    assert talked(tokenizer, scripts, **settings).rewards == [2]
+    assert talked(tokenizer, scripts, **settings).rewards() == [2]
 
 
 def test_a_module_of_tools_may_lie_in_the_current_folder(

@@ -22,12 +22,12 @@ import pytest
 import torch
 from attrs import field, frozen
 from fake_vllm import GENERATE, FakeVLLM, Fault, Handler, serving, wait_until
+from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import rlhf_demo
 from rlhf.cli import main
 from rlhf.errors import RLHFError
-from rlhf.hookspecs import MEASURED
 from rlhf.trainer import Sample
 from rlhf_devkit import shared, tiny
 from rlhf_devkit.curves import same_curve, without_timings
@@ -110,10 +110,10 @@ def test_a_run_learns_and_gets_the_same_curve_as_the_embedded_engine_with_these_
         words = [*inputs.words[: inputs.words.index("--rollouts.engine")], *more]
         words += ["--output", str(tmp_path / "embedded")]
         expected = tiny.run("grpo", words, inputs.cache, True)
-    for line in (*curve, *expected):
-        for name in MEASURED & line.keys():
-            del line[name]
-    same_curve(curve, expected)
+    sent = sum(value.nbytes for value in load_file(inputs.model / "model.safetensors").values())
+    assert {line["sync/bytes"] for line in curve} == {sent}
+    assert all(line["sync/seconds"] > 0 for line in curve)
+    same_curve(without_timings(curve), without_timings(expected))
 
 
 @pytest.mark.matrix
@@ -127,10 +127,7 @@ def test_two_ranks_with_divided_weights_get_the_curve_of_one(
         words += ["--deepspeed.stage", "3"]
         two = shared(2).run(tiny.run, "grpo", words, inputs.cache, timeout=300)[0]
     assert fake.calls.count("/finish_weight_update") == 2
-    for line in (*one, *two):
-        for name in MEASURED & line.keys():
-            del line[name]
-    same_curve(two, one)
+    same_curve(without_timings(two), without_timings(one))
 
 
 TEMPLATE = (

@@ -37,7 +37,6 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
             with FileLock(folder.with_suffix(".lock")).acquire(poll_interval=POLL_SECONDS):
                 if not _is_intact(folder):
                     _remove(folder)
-                    _remove_leftovers(folder)
                     _build(folder, build)
     return folder
 
@@ -56,7 +55,7 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
         "sources": _sources(trainer),
         "version": metadata.version("rlhf-core"),
     }
-    return _sha(json.dumps(content, sort_keys=True, default=repr))
+    return short_digest(json.dumps(content, sort_keys=True, default=repr))
 
 
 def _is_intact(folder: Path) -> bool:
@@ -81,12 +80,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what builds of this host that were killed have left. None runs: we have the lock."""
-    for path in folder.parent.glob(f"{_prefix(folder)}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _prefix(folder: Path) -> str:
     """Return how the names of temporary folders begin: with the host, since locks may not reach
     another one, and a character that no host's name has."""
@@ -94,6 +87,9 @@ def _prefix(folder: Path) -> str:
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    # Builds of this host that were killed have left these. None runs: we have the lock.
+    for path in folder.parent.glob(f"{_prefix(folder)}*"):
+        shutil.rmtree(path, ignore_errors=True)
     part = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
     try:
         build(part)
@@ -122,7 +118,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     extra = json.dumps(
         [type(tokenizer).__qualname__, special, tokenizer.chat_template], default=str
     )
-    return _sha(vocabulary + extra)
+    return short_digest(vocabulary + extra)
 
 
 def _sources(trainer: Any) -> list[str]:
@@ -158,10 +154,11 @@ def module_digest(name: str) -> str:
 @functools.cache
 def _python_digest(folder: Path, pattern: str) -> str:
     files = sorted(folder.glob(pattern))
-    parts = [f"{file.relative_to(folder)} {_sha(file.read_bytes())}" for file in files]
-    return _sha("\n".join(parts))
+    parts = [f"{file.relative_to(folder)} {short_digest(file.read_bytes())}" for file in files]
+    return short_digest("\n".join(parts))
 
 
-def _sha(content: str | bytes) -> str:
+def short_digest(content: str | bytes) -> str:
+    """Return half of the SHA-256 of a content."""
     content = content.encode() if isinstance(content, str) else content
     return hashlib.sha256(content).hexdigest()[:32]

@@ -68,11 +68,12 @@ def remove_unfinished(checkpoints: Path) -> None:
 def digest(part: Path, paths: Iterable[Path], *, rank: int = 0) -> None:
     """Sync the files of a rank to disk, and note their sizes and SHA-256 for `commit`."""
     names = {str(path.relative_to(part)): path for path in paths}
-    files = dict(zip(names, _in_threads(_describe, names.values()), strict=True))
+    files = dict(zip(names, in_threads(_describe, names.values()), strict=True))
     write_whole(part / DIGESTS.format(f"{rank:05d}"), json.dumps(files))
 
 
-def _in_threads(function: Callable[[Path], T], paths: Iterable[Path]) -> list[T]:
+def in_threads(function: Callable[[Path], T], paths: Iterable[Path]) -> list[T]:
+    """Return the results of a function that reads a file, for several at once."""
     from multiprocessing.pool import ThreadPool  # late: start-up time
 
     # Daemon threads: those of an executor would hold up a second Ctrl-C.
@@ -214,7 +215,7 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
             return f"{path} has {path.stat().st_size} bytes instead of {size}"
     if not contents:
         return None
-    digests = _in_threads(sha256, [folder / name for name in expected])
+    digests = in_threads(sha256, [folder / name for name in expected])
     pairs = zip(expected, digests, strict=True)
     changed = [name for name, current in pairs if current != expected[name]]
     return f"{folder / changed[0]} has changed since it was written" if changed else None

@@ -224,7 +224,8 @@ class PackedModel(nn.Module):
         spare = self.most_passes(len(groups)) - len(groups)
         if not most:
             # A model's own positions are what the positions of the data are compared with.
-            groups = [group._replace(inputs=without_positions(group.inputs)) for group in groups]
+            for group in groups:
+                group.inputs.pop("position_ids", None)
         parts = [self.backbone(input_ids=it.tokens, **it.inputs).flatten(0, 1) for it in groups]
         hidden = torch.cat(parts)[back]
         again = groups[-1] if batch.inputs else Rows(batch.tokens[None, :1], {})
@@ -284,11 +285,6 @@ class BareEngine:
     def eval(self) -> None:
         """Switch recomputation off."""
         self.module.eval()
-
-
-def without_positions(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs from which a model computes its own positions."""
-    return {name: value for name, value in inputs.items() if name != "position_ids"}
 
 
 def default_attention(causal: Any) -> str:

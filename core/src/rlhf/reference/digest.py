@@ -3,7 +3,6 @@ content, and checkpoints have a quick digest of files with frozen weights."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
@@ -12,8 +11,10 @@ from huggingface_hub import snapshot_download
 from transformers.utils.hub import cached_file
 
 from rlhf.config.sections import Config, ModelConfig
+from rlhf.data.cache import short_digest
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.folder.checkpoints import in_threads
 from rlhf.folder.disk import sha256
 from rlhf.launch.caches import cache_root
 from rlhf.model.architecture import resolved
@@ -27,8 +28,6 @@ BLOCK = 4096
 """Bytes of each tensor that a quick digest reads."""
 MOST_BLOCKS = 1024
 """Blocks that a quick digest reads of a file without an index of tensors."""
-THREADS = 8
-"""Files that are read at once."""
 
 
 def cache_folder(kind: str, config: Config, mesh: Mesh, *, tokens: int | None) -> Path:
@@ -52,7 +51,7 @@ def weights_digest(config: Config) -> str:
         parts.append(f"fp8 {model.fp8}")
     if model.adapter is not None:
         parts += _contents(_adapter_folder(model.adapter), WEIGHT_FILES)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return short_digest("\n".join(parts))
 
 
 def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
@@ -66,7 +65,8 @@ def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
     if adapter and model.adapter is not None:
         weights[model.adapter] = weight_files(_adapter_folder(model.adapter), ADAPTER)
     # A model whose outputs are cached may not have been downloaded.
-    return {name: _quick_digest(files) for name, files in weights.items() if files}
+    found = {name: in_threads(_sampled, files) for name, files in weights.items() if files}
+    return {name: short_digest("\n".join(parts)) for name, parts in found.items()}
 
 
 def _folder(model: ModelConfig) -> Path:
@@ -105,14 +105,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 def _contents(folder: Path, patterns: Sequence[str]) -> list[str]:
     """Return name and SHA-256 of the folder's files of these patterns."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        paths = _files(folder, patterns)
-        return list(pool.map(lambda path: f"{path.name} {sha256(path)}", paths))
-
-
-def _quick_digest(files: Sequence[Path]) -> str:
-    with ThreadPoolExecutor(THREADS) as pool:
-        return hashlib.sha256("\n".join(pool.map(_sampled, files)).encode()).hexdigest()[:32]
+    return in_threads(lambda path: f"{path.name} {sha256(path)}", _files(folder, patterns))
 
 
 def _sampled(path: Path) -> str:

@@ -59,6 +59,7 @@ class RunModels(ABC):
     roles: dict[str, Role] = field(factory=dict)
     """The loaded models by role."""
     notes: list[str] = field(factory=list)
+    engine_metrics: dict[str, float] = field(factory=dict)
     """See `rlhf.trainer.Run`."""
     followers: list[Follower] = field(factory=list)
     """Weights that move without being trained; they are saved and restored with the run."""

@@ -112,7 +112,8 @@ def _check_alike(
 ) -> None:
     """Raise RLHFError for the first of this rank's `values`, which the error shows, or `digests`
     that is another one on rank 0. Collective."""
-    text = json.dumps(digests if values is None else values, default=_kind)
+    # An object counts by its type: its own text may have its address.
+    text = json.dumps(digests if values is None else values, default=lambda it: type(it).__name__)
     # Few bytes, unless something differs.
     if len({*mesh.gather(hashlib.sha256(text.encode()).hexdigest())}) == 1:
         return
@@ -128,11 +129,6 @@ def _check_alike(
         theirs, ours = (flow([each.get(name)]) for each in (other, expected))
         problem = f"{rank} has {name} {theirs}, but {first} has {ours}"
     raise SameOnAllRanks(f"{problem}{where}; {remedy}")
-
-
-def _kind(value: object) -> str:
-    """Return what stands for an object in JSON: its own text may have its address."""
-    return type(value).__name__
 
 
 def _versions(request: Request) -> dict[str, str]:

@@ -55,10 +55,8 @@ def finish(session: Session) -> None:
     if writing is not None:
         writing.wait()
     session.mesh.barrier()
-    if session.folder is not None and writing is not None:
-        _complete(session, writing)
     session.writing = None
-    session.mesh.barrier()
+    session.mesh.on_rank_zero(lambda: _complete(session, writing), share=False)
 
 
 def complete_if_written(session: Session) -> None:
@@ -76,7 +74,9 @@ def complete_if_written(session: Session) -> None:
         session.writing = None
 
 
-def _complete(session: Session, writing: Writing) -> None:
+def _complete(session: Session, writing: Writing | None) -> None:
+    if writing is None:
+        return
     folder, limits = session.checkpoints, session.config.checkpoint
     complete = checkpoints.commit(folder, writing.step, ranks=session.mesh.world)
     retention.rotate(folder, keep=limits.keep, spare=writing.best, max_gb=limits.max_gb)

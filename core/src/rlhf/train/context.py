@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 import numpy as np
-from attrs import define, field
+from attrs import Factory, define, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,16 +63,10 @@ class RunContext(RunModels):
     startup: Clock = field(factory=lambda: Clock("set-up"))
     _frozen: dict[str, Mapping[str, str]] = field(factory=dict, init=False)
     """For each role with frozen weights, digests of their files by path."""
-    phases: Phases = field(init=False)
-    ahead: Ahead = field(init=False)
-
-    @phases.default
-    def _phases(self) -> Phases:
-        return Phases(self.roles, self.mesh, self.hooks, self.fit)
-
-    @ahead.default
-    def _ahead(self) -> Ahead:
-        return Ahead(partial(self._write, ahead=True))
+    phases: Phases = Factory(
+        lambda it: Phases(it.roles, it.mesh, it.hooks, it.fit), takes_self=True
+    )
+    ahead: Ahead = Factory(lambda it: Ahead(partial(it._write, ahead=True)), takes_self=True)
 
     def frozen_files(self) -> dict[str, str]:
         """Return digests of the files with frozen weights that checkpoints do not have, by path."""
@@ -260,6 +254,7 @@ class RunContext(RunModels):
         notes: list[str] = getattr(self._writer, "notes", [])
         self.notes += notes
         notes.clear()
+        self.engine_metrics = getattr(self._writer, "metrics", self.engine_metrics)
         return written if begin else lambda: written
 
     def read(

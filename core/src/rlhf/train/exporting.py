@@ -48,15 +48,18 @@ def export_model(session: Session) -> None:
 def _export(session: Session, role: str) -> None:
     target, writes = session.record.folder / folder_of(role), session.folder is not None
     part, engine = part_of(target), session.trained[role].engine
-    with new_folder(target, replace=True) if writes else nullcontext():
-        session.mesh.barrier()
-        weights = whole_weights(session.hooks, engine, keep=writes)
-        if writes:
-            write_weights(weights, engine.module, part)
-        if writes and isinstance(engine.module, PackedModel):
+
+    def write() -> None:
+        write_weights(weights, engine.module, part)
+        if isinstance(engine.module, PackedModel):
             usage = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
             _add_tokenizer_and_config(part, engine.module, session.trainer.tokenizer, usage)
             complete_export(part, session.record.folder, role=role)
+
+    with new_folder(target, replace=True) if writes else nullcontext():
+        session.mesh.barrier()
+        weights = whole_weights(session.hooks, engine, keep=writes)
+        session.mesh.on_rank_zero(write, share=False)
     session.mesh.barrier()
 
 

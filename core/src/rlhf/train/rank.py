@@ -207,7 +207,8 @@ def export_saved(session: Session) -> None:
     try:
         export_model(session)
     except RLHFError as error:
-        raise RLHFError(f"{error}; the checkpoint is intact, run rlhf export on it") from error
+        text = f"{error}; the checkpoint is intact, run rlhf export on it"
+        raise type(error)(text) from error
 
 
 def is_exported(session: Session, step: int) -> bool:

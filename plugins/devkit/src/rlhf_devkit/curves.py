@@ -39,8 +39,14 @@ def column(metrics: Metrics, name: str) -> list[float]:
 
 
 def without_timings(metrics: Metrics) -> Metrics:
-    """Return the lines without what depends on the machine."""
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in metrics]
+    """Return the lines without what depends on the machine, and without what the transfer of
+    weights to a server has taken."""
+    return [{k: v for k, v in line.items() if not is_measured(k)} for line in metrics]
+
+
+def is_measured(name: str) -> bool:
+    """Return whether equal runs may have other values of a metric."""
+    return name in MEASURED or name.endswith("/seconds") or name.startswith("sync/")
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from attrs import frozen
 
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.rollouts import HELD_OUT, ROLLOUTS, new_file
 from rlhf.trainer import Example, Examples, Run, Sample, answer_seeds, prompt_inputs
 from rlhf_rollouts.rewards import Scores
@@ -31,6 +32,8 @@ PER_PROMPT = {
     "images": pa.string(),
 }
 """The columns: one row for each prompt, with lists of its answers."""
+UNJUDGED = ".unjudged.arrow"
+"""How the name of a file ends whose answers have no rewards: it lacks `extra` and `reward`."""
 STOP, LENGTH = "stop", "length"
 """Reasons why an answer has ended: by itself, or since it was cut."""
 Shown = dict[str, Any]
@@ -47,8 +50,8 @@ class Rollout:
     """The answers to each of them, as many to each."""
     texts: Sequence[str]
     """The text of each answer."""
-    scores: Scores
-    """The rewards of each answer."""
+    scores: Scores | None
+    """The rewards of each answer; None if a reward has failed."""
     step: int
     """Optimizer steps before it."""
     seeds: Sequence[int]
@@ -80,6 +83,18 @@ class RolloutFiles:
         rows are there."""
         self._run.on_rank_zero(lambda: self._write(rollout), share=False)
 
+    @contextmanager
+    def kept_if_unjudged(self, rollout: Rollout) -> Iterator[None]:
+        """Write a rollout whose rewards fail in this context, and name its file in the error.
+        Collective."""
+        try:
+            yield
+        except SameOnAllRanks as error:
+            file = self._run.on_rank_zero(lambda: self._write_unjudged(rollout))
+            if file is not None:
+                error.args = (f"{error}; the answers are in {file}",)
+            raise
+
     def samples(self, number: int) -> list[dict[str, Any]]:
         """Return the answers of the newest evaluation with the highest rewards and those with the
         lowest, `number` in all, on rank 0."""
@@ -106,17 +121,34 @@ class RolloutFiles:
         number = next(number for number in range(len(held_out)) if held_out.name(number) == row)
         return held_out.thumbnails(number)
 
+    def _file(self, rollout: Rollout, end: str) -> Path:
+        """Return the file of a rollout whose name ends with `end`."""
+        assert self._run.folder is not None, "a rehearsal makes no rollouts"
+        name = f"{rollout.step + 1}" if rollout.training else f"{HELD_OUT}{rollout.step}"
+        return self._run.folder / ROLLOUTS / f"{name}{end}"
+
+    def _write_unjudged(self, rollout: Rollout) -> Path | None:
+        """Write a rollout without rewards. Return its file; None if there is none, since no
+        rollouts are kept or the disk has no room, which is not what has failed first."""
+        file = self._file(rollout, UNJUDGED)
+        if self._keep == 0:
+            return None
+        try:
+            write_rows(rows_of(rollout), file)
+        except RLHFError:
+            return None
+        return file
+
     def _write(self, rollout: Rollout) -> None:
-        rows, name = rows_of(rollout), str(rollout.step + 1)
+        rows = rows_of(rollout)
         if not rollout.training:
-            name = f"{HELD_OUT}{rollout.step}"
             rows = self._held_out = self._earlier(rows) + rows
         complete = rollout.training or len(rows) == len(self._run.examples[1])
         if self._keep == 0 or not complete:
             return
-        assert self._run.folder is not None, "a rehearsal makes no rollouts"
-        file = self._run.folder / ROLLOUTS / f"{name}.arrow"
+        file = self._file(rollout, ".arrow")
         write_rows(rows, file)
+        self._file(rollout, UNJUDGED).unlink(missing_ok=True)
         if self._keep is not None:
             files = recorded(file.parent, held_out=not rollout.training)
             for step in sorted(files)[: -self._keep]:
@@ -150,11 +182,10 @@ def megabytes(size: float) -> str:
 
 def rows_of(rollout: Rollout) -> Rows:
     """Return the rows of the file."""
-    rows, done, scores = [], 0, rollout.scores
+    rows, done = [], 0
     for example, seed, group in zip(rollout.examples, rollout.seeds, rollout.groups, strict=True):
         part = slice(done, done + len(group))
         done = part.stop
-        extra = {name: values[part] for name, values in scores.columns.items()}
         rows.append(
             {
                 "step": rollout.step + rollout.training,
@@ -166,14 +197,19 @@ def rows_of(rollout: Rollout) -> Rows:
                 "logprobs": [np.asarray(sample.logprobs, np.float32) for sample in group],
                 "finish": [STOP if sample.finished else LENGTH for sample in group],
                 "text": list(rollout.texts[part]),
-                "extra": json.dumps(extra),
-                "reward": scores.total[part],
                 "version": rollout.step if group[0].version is None else group[0].version,
                 "images": digest_of(prompt_inputs(example)),
-                **{f"reward/{name}": values[part] for name, values in scores.by_name.items()},
+                **({} if rollout.scores is None else judged_columns(rollout.scores, part)),
             }
         )
     return rows
+
+
+def judged_columns(scores: Scores, part: slice) -> dict[str, Any]:
+    """Return the columns that have the rewards of some answers, those to one prompt."""
+    extra = {name: values[part] for name, values in scores.columns.items()}
+    by_name = {f"reward/{name}": values[part] for name, values in scores.by_name.items()}
+    return {"extra": json.dumps(extra), "reward": scores.total[part], **by_name}
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
@@ -189,10 +225,11 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_rows(rows: Rows, file: Path) -> None:
-    """Write the rows of a rollout as an Arrow file, whole. Those of `PER_PROMPT` are needed; each
-    `reward/NAME` is a further column."""
+    """Write the rows of a rollout as an Arrow file, whole. Each `reward/NAME` is a column beside
+    those of `PER_PROMPT`."""
     scores = [name for name in rows[0] if name not in PER_PROMPT]
-    kinds = PER_PROMPT | dict.fromkeys(scores, pa.list_(pa.float64()))
+    known = {name: kind for name, kind in PER_PROMPT.items() if name in rows[0]}
+    kinds = known | dict.fromkeys(scores, pa.list_(pa.float64()))
     columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in kinds.items()}
     table, options = pa.table(columns), pa.ipc.IpcWriteOptions(compression="zstd")
     with (

@@ -2,8 +2,10 @@
 
 import json
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import attrs
 
 from rlhf.errors import RLHFError
 from rlhf.trainer import Example, Run, Sample
@@ -61,49 +63,63 @@ class Judges:
         seeds: Sequence[int],
         training: bool,
         completions: Sequence[Sequence[Any]] | None = None,
-        environment: Sequence[float | None] | None = None,
+        environment: Callable[[], Sequence[float | None]] | None = None,
     ) -> Scores:
         """Return the scores of the answers in `groups`, one group for each example, and record
         them. `completions` are the answers as messages, if they have several turns, and
-        `environment` what environments say of each. The other arguments are as in `Rollout`. Raises
-        RLHFError if a reward fails. Collective."""
+        `environment` returns what environments say of each. The other arguments are as in
+        `Rollout`. If a reward fails, the answers are recorded without scores, and RLHFError is
+        raised. Collective."""
         prompts, texts = texts_of(examples, groups, self._run.tokenizer)
-        completions = completions or texts
-        counts = [len(group) for group in groups]
-        repeated_prompts = repeated(prompts, counts)
-        answers = [text for group in completions for text in group]
-        tools = repeated([example.columns.get("tools") for example in examples], counts)
-        scored = self._models(repeated_prompts, answers, tools)
-        # The columns of the first rows in each call, whichever rows it has.
-        names = dict.fromkeys(name for example in examples for name in example.columns)
-        columns = {
-            name: repeated([example.columns.get(name) for example in examples], counts)
-            for name in dict.fromkeys([*self._columns, *names])
-        }
+        rollout = Rollout(
+            examples=examples, groups=groups,
+            texts=[text_of(answer) for group in texts for answer in group],
+            scores=None, step=step, seeds=seeds, training=training,
+        )  # fmt: skip
+        with self.files.kept_if_unjudged(rollout):
+            scores = self._judged(rollout, prompts, completions or texts, environment)
+        self.files.write(attrs.evolve(rollout, scores=scores))
+        return scores
 
+    def _judged(
+        self,
+        rollout: Rollout,
+        prompts: Sequence[Any],
+        completions: Sequence[Sequence[Any]],
+        environment: Callable[[], Sequence[float | None]] | None,
+    ) -> Scores:
+        counts = [len(group) for group in rollout.groups]
+        columns = self._repeated_columns(rollout.examples, counts)
         if environment is not None:
-            columns[ENVIRONMENT] = list(environment)
+            columns[ENVIRONMENT] = list(environment())
+        prompts = repeated(prompts, counts)
+        answers = [text for group in completions for text in group]
+        tools = repeated([example.columns.get("tools") for example in rollout.examples], counts)
+        scored = self._models(prompts, answers, tools)
 
         def judged() -> Scores:
             assert self._rewards is not None, "rank 0 has started them"
             return self._rewards(
-                prompts=repeated_prompts,
+                prompts=prompts,
                 completions=answers,
-                completion_ids=[sample.tokens for group in groups for sample in group],
+                completion_ids=[sample.tokens for group in rollout.groups for sample in group],
                 columns=columns,
-                trainer_state={"global_step": step, "max_steps": self._run.steps},
+                trainer_state={"global_step": rollout.step, "max_steps": self._run.steps},
                 scored=scored,
             )
 
-        result: Scores = self._run.on_rank_zero(judged)
-        self.files.write(
-            Rollout(
-                examples=examples, groups=groups,
-                texts=[text_of(answer) for group in texts for answer in group],
-                scores=result, step=step, seeds=seeds, training=training,
-            )
-        )  # fmt: skip
-        return result
+        return self._run.on_rank_zero(judged)
+
+    def _repeated_columns(
+        self, examples: Sequence[Example], counts: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        """Return the columns of all rows, with a value for each answer; in each call those of the
+        first rows, whichever rows it has."""
+        names = dict.fromkeys(name for example in examples for name in example.columns)
+        return {
+            name: repeated([example.columns.get(name) for example in examples], counts)
+            for name in dict.fromkeys([*self._columns, *names])
+        }
 
 
 def started(run: Run, specs: Sequence[RewardSpec], **options: Any) -> Rewards:

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.trainer import PackedBatch
+from rlhf.trainer import PackedBatch, Run
 
-__all__ = ["Metrics", "deviations_of", "least", "of_answers", "of_clipping", "of_sampling"]
+__all__ = [
+    "DRAWING", "JUDGING", "Metrics", "deviations_of", "least", "measured", "of_answers",
+    "of_clipping", "of_sampling",
+]  # fmt: skip
 
 Metrics = dict[str, tuple[Tensor, str] | float]
+DRAWING, JUDGING = "rollout/seconds", "rewards/seconds"
+"""Seconds in which the answers of a rollout were written, and scored."""
 
 
 def of_answers(batch: PackedBatch, names: Sequence[str]) -> Metrics:
@@ -74,6 +79,14 @@ def of_sampling(old: Tensor, drawn: Tensor) -> Metrics:
         "sampling/importance_sampling_ratio/min": (least(weight, 1.0), "min"),
         "sampling/importance_sampling_ratio/max": (-least(-weight, -1.0), "max"),
     }
+
+
+def measured(run: Run, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return how long a rollout of training took and what its engine has measured since the last
+    one, each as a sum and what it is divided by."""
+    found = {**run.engine_metrics, **seconds}
+    run.engine_metrics.clear()
+    return {name: (value, 1.0) for name, value in found.items()}
 
 
 def least(values: Tensor, without: float = math.inf) -> Tensor:

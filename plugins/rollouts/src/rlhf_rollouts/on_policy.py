@@ -1,5 +1,6 @@
 """The base class of trainers whose policy writes answers that rewards score."""
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from rlhf.trainer import Example, Examples, PackedBatch, Run, Trainer
 from rlhf_rollouts.agreement import check_agreement
 from rlhf_rollouts.judged import Judged
 from rlhf_rollouts.judges import Judges, kept_columns, started
-from rlhf_rollouts.metrics import Metrics, deviations_of, of_answers
+from rlhf_rollouts.metrics import DRAWING, JUDGING, Metrics, deviations_of, measured, of_answers
 from rlhf_rollouts.passing import rollout_sums
 from rlhf_rollouts.reported import Reported
 from rlhf_rollouts.room import check_room, check_whole
@@ -25,9 +26,9 @@ from rlhf_rollouts.settings import Correction, check_lag
 from rlhf_rollouts.tools.offer import Offer, offer
 from rlhf_rollouts.tools.prompts import with_tools
 from rlhf_rollouts.tools.rewards import spec_of
-from rlhf_rollouts.tools.turns import Turns
+from rlhf_rollouts.tools.turns import Conversations, Turns
 from rlhf_rollouts.trees import blank_rollout, held_out_trees, trained_trees
-from rlhf_rollouts.written import Group, draws_of, plain_trees, written
+from rlhf_rollouts.written import draws_of, plain_trees, written
 
 __all__ = ["Judged", "OnPolicyTrainer"]
 
@@ -165,26 +166,37 @@ class OnPolicyTrainer(Trainer):
     def rollout(
         self, examples: Sequence[Example], step: int, seeds: Sequence[int]
     ) -> Sequence[Example]:
-        config, training = self.config, self.policy.module.training
+        training, began = self.policy.module.training, time.perf_counter()
+        told = self._written(examples, seeds, training=training)
+        drawn, examples = time.perf_counter(), told.examples
+        scores = self.judges(
+            examples, told.groups, step, seeds=seeds, training=training,
+            completions=told.completions, environment=told.rewards,
+        )  # fmt: skip
+        seconds = {DRAWING: drawn - began, JUDGING: time.perf_counter() - drawn}
+        judged = Judged.of(told.groups, scores)
+        self.rollouts += training
+        made = self.trained(examples, judged, step) if training else self.held_out(examples, judged)
+        threshold = None if training else self.config.eval.threshold
+        sums = {**rollout_sums(scores, judged, threshold=threshold), **told.sums}
+        if training:
+            sums |= measured(self.run, seconds)
+        return self.reported.add(made, sums, step=step, training=training)
+
+    def _written(
+        self, examples: Sequence[Example], seeds: Sequence[int], *, training: bool
+    ) -> Conversations:
+        """Return the answers to these examples. Collective."""
+        config = self.config
         how: dict[str, Any] = {
             "answers": config.answers if training else config.eval.answers,
             "temperature": config.temperature if training else config.eval.temperature,
             "max_new_tokens": config.max_new_tokens, "stop": config.stop,
         }  # fmt: skip
-        calls: Mapping[str, tuple[float, float]] = {}
-        more: dict[str, Any] = {}
-        if self.turns is None:
-            groups: Sequence[Group] = written(self.run, self.policy, examples, seeds, **how)
-        else:
-            told = self.turns(self.policy, examples, seeds, **how)
-            examples, groups, calls = told.examples, told.groups, told.sums
-            more = {"completions": told.completions, "environment": told.rewards}
-        scores = self.judges(examples, groups, step, seeds=seeds, training=training, **more)
-        judged = Judged.of(groups, scores)
-        self.rollouts += training
-        made = self.trained(examples, judged, step) if training else self.held_out(examples, judged)
-        sums = rollout_sums(scores, judged, threshold=None if training else config.eval.threshold)
-        return self.reported.add(made, {**sums, **calls}, step=step, training=training)
+        if self.turns is not None:
+            return self.turns(self.policy, examples, seeds, **how)
+        groups = written(self.run, self.policy, examples, seeds, **how)
+        return Conversations(examples=examples, groups=groups)
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return the log-probability of each prediction under the policy [N]."""

@@ -23,8 +23,8 @@ Sums = Mapping[str, tuple[float, float]]
 
 
 class Reported:
-    """The metrics of the newest rollouts, the same on every rank. Evaluations may have several
-    rollouts, which are added up."""
+    """The metrics of the newest rollouts, the same on every rank but for times. Evaluations may
+    have several rollouts, which are added up."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}

@@ -1,6 +1,8 @@
 """The engine `vllm`: rank 0 speaks to the server, and all ranks get the answers."""
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -37,6 +39,8 @@ class VLLM:
         self.settings: VLLMConfig = config.rollouts.vllm  # type: ignore[attr-defined]
         self.notes: list[str] = []
         """Lines that the run prints."""
+        self.metrics: dict[str, float] = defaultdict(float)
+        """See `rlhf.rollouts.RolloutEngine`."""
         self._connection: Connection | None = None
         self._source: Engine | None = None
         """The engine whose model is served."""
@@ -115,16 +119,19 @@ class VLLM:
         moved = torch.tensor([float(self._moved)], device=engine.device)
         if not self.mesh.max(moved).item():
             return
+        began = time.perf_counter()
         self._on_server(lambda transfer: transfer.begin())
         size = max(1, int(self.settings.bucket_gb * GB))
         for bucket in exported_weights(engine, self.hooks, size=size):
             self._put(bucket)
         self._on_server(lambda transfer: transfer.finish())
+        self.metrics["sync/seconds"] += time.perf_counter() - began
         self._check_canary(engine)
         self._moved = False
 
     def _put(self, bucket: Mapping[str, Tensor]) -> None:
         self._on_server(lambda transfer: transfer.put(bucket))
+        self.metrics["sync/bytes"] += sum(value.nbytes for value in bucket.values())
 
     def _on_server(self, act: Callable[[Transfer], T], *, share: bool = True) -> T:
         """Return the result of `act` on rank 0, on every rank; without `share` on rank 0 only, and

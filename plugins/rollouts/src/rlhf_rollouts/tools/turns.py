@@ -6,7 +6,7 @@ The results are tokens of the answer that nothing predicts. Their log-probabilit
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,17 +29,18 @@ KEYWORDS = "chat_template_kwargs"
 
 @frozen(kw_only=True)
 class Conversations:
-    """The answers of a rollout that may have several turns."""
+    """The answers of a rollout, which may have several turns."""
 
     examples: Sequence[Example]
     """The rows, with prompts that end with the text of `reset`."""
     groups: Sequence[Sequence[Sample]]
     """The answers to each."""
-    completions: Sequence[Sequence[Sequence[Message]]]
-    """The same as messages: of the assistant, and of tools."""
-    rewards: Sequence[float | None] | None
-    """What the environments say of the answers; None if they do not."""
-    sums: Mapping[str, tuple[float, float]]
+    completions: Sequence[Sequence[Sequence[Message]]] | None = None
+    """The same as messages: of the assistant, and of tools; None if each has one turn."""
+    rewards: Callable[[], Sequence[float | None]] | None = None
+    """Returns what the environments say of the answers, before the next ones are written; None if
+    they do not. Collective."""
+    sums: Mapping[str, tuple[float, float]] = field(factory=dict)
     """Metrics, each as a sum and what it is divided by."""
 
 
@@ -151,17 +152,17 @@ class Turns:
         sums = self._write(
             engine, dialogues, temperature, None if stop is None else re.compile(stop)
         )
-        rewards = None
-        if self._offer.rewards:
-            rewards = self._run.on_rank_zero(lambda: self._calling.rewards(len(dialogues)))
         groups = [dialogues[start : start + answers] for start in range(0, len(dialogues), answers)]
         return Conversations(
             examples=[example for example, _ in begun],
             groups=[[each.sample for each in group] for group in groups],
             completions=[[each.messages for each in group] for group in groups],
-            rewards=rewards,
+            rewards=partial(self._rewards, len(dialogues)) if self._offer.rewards else None,
             sums=sums,
         )
+
+    def _rewards(self, answers: int) -> Sequence[float | None]:
+        return self._run.on_rank_zero(lambda: self._calling.rewards(answers))
 
     def _write(
         self,

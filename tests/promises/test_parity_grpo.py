@@ -74,8 +74,10 @@ def config_of(case: Case) -> GRPOConfig:
         clip = Clip(kind="cispo", high=case["epsilon_high"] - 1)
     correction = Correction(kind="none")
     if case["correction"]:
-        kind, low, high = case["correction"]
-        correction = Correction(kind=kind.removeprefix("token_"), low=low or 0.5, high=high)
+        mode, low, high = case["correction"]
+        level, kind = mode.split("_")
+        masks: Any = {"low": low or 0.0} if kind == "mask" else {}
+        correction = Correction(kind=kind, level=level, high=high, **masks)
     return GRPOConfig(
         rewards=(RewardSpec(function="exact", name="first"),
                  RewardSpec(function="exact", name="second", weight=0.5)),

@@ -101,7 +101,10 @@ WRONG = {
     ),
     ("correction.low", "0.1"): "correction.low has no effect without correction.kind mask",
     ("correction.kind", "none", "correction.high", "3"): (
-        "correction.high has no effect with correction.kind none"
+        "correction.high and correction.level have no effect with correction.kind none"
+    ),
+    ("correction.kind", "none", "correction.level", "sequence"): (
+        "correction.high and correction.level have no effect with correction.kind none"
     ),
 }
 

@@ -143,11 +143,12 @@ class GRPOTrainer(OnPolicyTrainer):
             per_token = self.own_loss(
                 logprobs, old=old, drawn=drawn, advantages=gains, answer=batch.answer
             )
-        weights = corrections(old, drawn, config.correction)
+        weights = corrections(old, drawn, config.correction, batch.answer, batch.num_answers)
         per_token = per_token * weights
         found = self.rollout_metrics(batch) | metrics.of_groups(batch)
         if self.policy.module.training:
-            found |= metrics.of_ratios(ratio.detach(), gains, method) | of_sampling(old, drawn)
+            found |= metrics.of_ratios(ratio.detach(), gains, method)
+            found |= of_sampling(old, drawn, batch, config.correction.level)
             found["entropy"] = (read["entropy"].sum(), "tokens")
             if self.penalises:
                 found["objective/kl"] = (values["kl"].sum(), "scored")

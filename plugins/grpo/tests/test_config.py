@@ -75,6 +75,10 @@ WRONG = {
         "advantage none cannot be combined with scale batch: rewards that are nearly equal would "
         "get advantages without bound; set scale to none"
     ),
+    ("preset", "rloo", "aggregation", "normalize_then_sum"): (
+        "aggregation normalize_then_sum cannot be combined with kl.in reward, since the penalty "
+        "would lose its size; set kl.in to loss"
+    ),
     ("eval.answers", "8"): (
         "eval.answers 8 are the same with eval.temperature 0; set eval.temperature"
     ),

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from rlhf.errors import RLHFError, counted, listed
 from rlhf.plugin import check_model_folder, documented
@@ -42,6 +42,8 @@ class Scores:
     metrics: Mapping[str, tuple[float, float]]
     """What functions logged with `log_metric`: the sum over the answers of their calls, and the
     number of these."""
+    weights: Mapping[str, float] = field(factory=dict)
+    """The weight of each reward in the total, by its name; 1 for others."""
 
 
 class Rewards:
@@ -264,7 +266,8 @@ class Rewards:
                 unscored &= ~known
         total[unscored] = np.nan
         metrics = {name: (sums[name], float(sizes[name])) for name in sums}
-        return Scores(by_name, total, columns, metrics)
+        weights = {spec.label: spec.weight for spec in self.specs}
+        return Scores(by_name, total, columns, metrics, weights)
 
 
 def source(spec: RewardSpec, deadline: float) -> Source:

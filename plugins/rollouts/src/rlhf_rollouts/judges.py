@@ -92,6 +92,7 @@ class Judges:
                 completion_ids=[sample.tokens for group in groups for sample in group],
                 columns=columns,
                 trainer_state={"global_step": step, "max_steps": self._run.steps},
+                rows=repeated([example.row for example in examples], counts),
                 scored=scored,
             )
 

@@ -104,6 +104,16 @@ def test_a_reward_without_a_weight_is_only_a_metric_when_each_is_normalised() ->
     assert low == lower
 
 
+def test_rewards_without_any_weight_teach_nothing_when_each_is_normalised() -> None:
+    config = GRPOConfig(answers=3, max_new_tokens=4, aggregation="normalize_then_sum")
+    scores = np.array([0.0, 1.0, 0.0])
+    unscored = Scores({"one": scores}, np.full(3, np.nan), {}, {}, {"one": 0.0})
+    judged = Judged.of([[sample("ab"), sample("abcd"), sample("abc")]], unscored)
+    (example,) = trees([Example([1, 2], [])], judged, config, trained=False)
+    assert example.values["same_reward"].tolist() == [1, 1, 1]
+    assert example.values["advantage"].tolist() == [0, 0, 0]
+
+
 def test_the_penalty_on_length_is_a_reward_of_its_own_when_each_is_normalised() -> None:
     rewards = [[1, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]
     first, second = decoupled(*rewards, preset="grpo", truncated="soft")

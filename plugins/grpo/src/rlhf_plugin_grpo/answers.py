@@ -29,7 +29,7 @@ def gains_of(judged: Judged, config: GRPOConfig, log_ratios: Rewards | None = No
     if method.truncated == "soft":
         penalty = overlong(judged.lengths, config.max_new_tokens)
     if method.aggregation == "normalize_then_sum":
-        # It costs up to 1 as a reward of its own does with the weight 1.
+        # The penalty is a further reward with the weight 1, as it is for users of TRL.
         rewards = [*judged.weighted, (1.0, np.where(np.isnan(judged.total), np.nan, penalty))]
         return decoupled(rewards, method.advantage, method.scale)
     if log_ratios is not None:
@@ -41,7 +41,8 @@ def same_rewards(judged: Judged, config: GRPOConfig) -> NDArray[np.bool_]:
     """Return whether the answers of a group have equal rewards [groups], before penalties, which
     differ with the lengths of answers that are equally right."""
     if config.method.aggregation == "normalize_then_sum":
-        return np.all([alike(each) for _, each in judged.weighted], axis=0)
+        same = np.ones(len(judged.total), dtype=bool)
+        return np.logical_and.reduce([same, *(alike(each) for _, each in judged.weighted)])
     return alike(judged.total)
 
 

@@ -41,6 +41,7 @@ DEFAULTS: Settings = {
     "epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None, "beta": 0.0,
     "use_bias_correction_kl": True, "mask_truncated_completions": False, "correction": None,
     "entropy_coef": 0.0, "unscorable": False,
+    "multi_objective_aggregation": "sum_then_normalize",
 }  # fmt: skip
 LOSSES: Sequence[Settings] = (
     {"loss_type": "grpo"},
@@ -62,7 +63,11 @@ LOSSES: Sequence[Settings] = (
     {"loss_type": "dr_grpo", "mask_truncated_completions": True},
     {"loss_type": "dapo", "correction": ["token_truncate", None, 1.25]},
     {"loss_type": "dapo", "correction": ["token_mask", 0.75, 1.25], "beta": 0.5},
+    {"loss_type": "dapo", "correction": ["sequence_truncate", None, 1.25]},
+    {"loss_type": "dapo", "correction": ["sequence_mask", 0.75, 1.5], "beta": 0.5},
+    {"loss_type": "grpo", "correction": ["sequence_mask", None, 1.25]},
     {"loss_type": "dapo", "entropy_coef": 0.25},
+    {"loss_type": "dapo", "multi_objective_aggregation": "normalize_then_sum"},
     {"loss_type": "dapo", "unscorable": True},
     {"loss_type": "grpo", "unscorable": True},
 )  # fmt: skip
@@ -72,6 +77,9 @@ def main() -> None:
     data, cases = made(), []
     given = [
         {"scale_rewards": scale, "unscorable": each} for each in (False, True) for scale in SCALES
+    ] + [
+        {"multi_objective_aggregation": "normalize_then_sum", "unscorable": each}
+        for each in (False, True)
     ]
     for case in LOSSES:
         settings = DEFAULTS | case
@@ -145,8 +153,8 @@ def trainer_of(data: Data, settings: Settings) -> Any:
         environments=None, tools=None, pad_to_multiple_of=None, eos_token_ids=[END],
         _tokenizer=SimpleNamespace(pad_token_id=PAD), num_generations=ANSWERS,
         num_generations_eval=ANSWERS, num_iterations=2, log_multimodal=False,
-        multi_objective_aggregation="sum_then_normalize", reward_funcs=["first", "second"],
-        reward_func_names=["first", "second"], max_completion_length=LONGEST,
+        reward_funcs=["first", "second"], reward_func_names=["first", "second"],
+        max_completion_length=LONGEST,
         reward_weights=torch.tensor(WEIGHTS, dtype=torch.float64),
         current_gradient_accumulation_steps=1, aux_loss_enabled=False, top_entropy_quantile=1.0,
         off_policy_mask_threshold=None, _entropy_bonus_enabled=settings["entropy_coef"] != 0,
@@ -160,6 +168,7 @@ def trainer_of(data: Data, settings: Settings) -> Any:
         **{name: settings[name] for name in (
             "loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta",
             "mask_truncated_completions", "scale_rewards", "entropy_coef",
+            "multi_objective_aggregation",
         )},
     )  # fmt: skip
     trainer.args = SimpleNamespace(

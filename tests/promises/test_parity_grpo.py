@@ -20,8 +20,7 @@ import torch
 from rlhf.config.sections import Config
 from rlhf.trainer import Example, Loss, PackedBatch, Sample
 from rlhf_devkit import pack, weighted_loss
-from rlhf_plugin_grpo.advantages import advantages
-from rlhf_plugin_grpo.answers import Judged, trees
+from rlhf_plugin_grpo.answers import Judged, gains_of, trees
 from rlhf_plugin_grpo.config import KL, Clip, GRPOConfig
 from rlhf_plugin_grpo.trainer import GRPOTrainer
 from rlhf_rollouts.reported import Reported
@@ -56,7 +55,8 @@ def judged_of(case: Case) -> Judged:
          for tokens, logprobs in zip(*pair, strict=True)]
         for pair in zip(PEER["answers"], drawn_of(case), strict=True)
     ]  # fmt: skip
-    return Judged.of(groups, Scores(by_name, total, {}, {}))
+    weights = dict(zip(by_name, PEER["weights"], strict=True))
+    return Judged.of(groups, Scores(by_name, total, {}, {}, weights))
 
 
 def drawn_of(case: Case) -> Any:
@@ -74,13 +74,16 @@ def config_of(case: Case) -> GRPOConfig:
         clip = Clip(kind="cispo", high=case["epsilon_high"] - 1)
     correction = Correction(kind="none")
     if case["correction"]:
-        kind, low, high = case["correction"]
-        correction = Correction(kind=kind.removeprefix("token_"), low=low or 0.5, high=high)
+        mode, low, high = case["correction"]
+        level, kind = mode.split("_")
+        masks: Any = {"low": low or 0.0} if kind == "mask" else {}
+        correction = Correction(kind=kind, level=level, high=high, **masks)
     return GRPOConfig(
         rewards=(RewardSpec(function="exact", name="first"),
                  RewardSpec(function="exact", name="second", weight=0.5)),
         answers=LENGTHS.shape[1], max_new_tokens=LONGEST, advantage="mean",
-        scale=case["scale_rewards"], ratio="sequence" if sequence else "token", clip=clip,
+        scale=case["scale_rewards"], aggregation=case["multi_objective_aggregation"],
+        ratio="sequence" if sequence else "token", clip=clip,
         per=PER[case["loss_type"]],  # type: ignore[arg-type]
         kl=KL(beta=case["beta"]), correction=correction, filter="none", passes=2,
         truncated="mask" if case["mask_truncated_completions"] else "count",
@@ -200,8 +203,7 @@ def agrees(case: Case) -> bool:
 
 @pytest.mark.parametrize("case", PEER["advantages"], ids=named)
 def test_advantages(case: Case) -> None:
-    total = judged_of(full(case)).total
-    found = advantages(total, "mean", case["scale_rewards"])
+    found = gains_of(judged_of(full(case)), config_of(full(case)))
     assert found.ravel().tolist() == pytest.approx(case["values"], abs=1e-6)
 
 

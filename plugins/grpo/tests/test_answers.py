@@ -70,6 +70,58 @@ def test_groups_of_equal_rewards_are_left_out_whatever_their_lengths() -> None:
     assert (num_trained(first), num_trained(second)) == ([0, 0, 0], [2, 4, 3])
 
 
+def decoupled(first: Any, second: Any, weight: float = 1.0, **settings: Any) -> list[Example]:
+    """Two groups of three answers with two rewards, the second with this weight, which are
+    normalised each by itself."""
+    config = GRPOConfig(answers=3, max_new_tokens=4, aggregation="normalize_then_sum", **settings)
+    group = [sample("ab", finished=True), sample("abcd"), sample("abc", finished=True)]
+    by_name = {"first": np.ravel(first).astype(float), "second": np.ravel(second).astype(float)}
+    total = by_name["first"] + weight * by_name["second"]
+    scores = Scores(by_name, total, {}, {}, {"first": 1.0, "second": weight})
+    prompts = [Example([1, 2], [], columns={"prompt": "x"})] * 2
+    return trees(prompts, Judged.of([group, group], scores), config)
+
+
+def test_a_group_whose_rewards_differ_and_have_equal_sums_is_trained_on() -> None:
+    rewards = [[2, 0, 0], [1, 1, 1]], [[0, 1, 1], [2, 2, 2]]
+    settings: Any = {"preset": "dapo", "truncated": "count"}
+    first, second = decoupled(*rewards, weight=2, **settings)
+    assert (num_trained(first), num_trained(second)) == ([2, 4, 3], [0, 0, 0])
+    assert first.values["same_reward"].tolist() == [0, 0, 0]
+    assert second.values["same_reward"].tolist() == [1, 1, 1]
+    # The second reward has twice the weight, whatever its size.
+    z = np.array([2, -1, -1]) / np.sqrt(3)
+    spread = np.sqrt((z * z).sum() / 5)
+    np.testing.assert_allclose(first.values["advantage"], -z / spread, rtol=1e-3)
+
+
+def test_a_reward_without_a_weight_is_only_a_metric_when_each_is_normalised() -> None:
+    rewards = [[1, 1, 1], [1, 0, 0]], [[0, 1, 1], [0, 1, 0]]
+    first, second = decoupled(*rewards, weight=0, preset="dapo", truncated="count")
+    assert (num_trained(first), num_trained(second)) == ([0, 0, 0], [2, 4, 3])
+    np.testing.assert_allclose(first.values["advantage"], 0, atol=1e-12)
+    _, low, lower = second.values["advantage"]
+    assert low == lower
+
+
+def test_rewards_without_any_weight_teach_nothing_when_each_is_normalised() -> None:
+    config = GRPOConfig(answers=3, max_new_tokens=4, aggregation="normalize_then_sum")
+    scores = np.array([0.0, 1.0, 0.0])
+    unscored = Scores({"one": scores}, np.full(3, np.nan), {}, {}, {"one": 0.0})
+    judged = Judged.of([[sample("ab"), sample("abcd"), sample("abc")]], unscored)
+    (example,) = trees([Example([1, 2], [])], judged, config, trained=False)
+    assert example.values["same_reward"].tolist() == [1, 1, 1]
+    assert example.values["advantage"].tolist() == [0, 0, 0]
+
+
+def test_the_penalty_on_length_is_a_reward_of_its_own_when_each_is_normalised() -> None:
+    rewards = [[1, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]
+    first, second = decoupled(*rewards, preset="grpo", truncated="soft")
+    # In the first group, the reward and the penalty say the same of the second answer.
+    ratio = first.values["advantage"] / second.values["advantage"]
+    np.testing.assert_allclose(ratio, 2, rtol=1e-3)
+
+
 def test_cut_answers_can_be_left_out_of_loss_and_counts() -> None:
     rewards = [[1, 0, 0], [0, 3, 0]]
     first, second = made(rewards, preset="dr_grpo", truncated="mask")

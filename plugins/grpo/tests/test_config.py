@@ -75,6 +75,10 @@ WRONG = {
         "advantage none cannot be combined with scale batch: rewards that are nearly equal would "
         "get advantages without bound; set scale to none"
     ),
+    ("preset", "rloo", "aggregation", "normalize_then_sum"): (
+        "aggregation normalize_then_sum cannot be combined with kl.in reward, since the penalty "
+        "would lose its size; set kl.in to loss"
+    ),
     ("eval.answers", "8"): (
         "eval.answers 8 are the same with eval.temperature 0; set eval.temperature"
     ),
@@ -101,7 +105,10 @@ WRONG = {
     ),
     ("correction.low", "0.1"): "correction.low has no effect without correction.kind mask",
     ("correction.kind", "none", "correction.high", "3"): (
-        "correction.high has no effect with correction.kind none"
+        "correction.high and correction.level have no effect with correction.kind none"
+    ),
+    ("correction.kind", "none", "correction.level", "sequence"): (
+        "correction.high and correction.level have no effect with correction.kind none"
     ),
 }
 

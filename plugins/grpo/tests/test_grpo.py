@@ -11,6 +11,7 @@ import rlhf_demo
 from rlhf.errors import RLHFError
 from rlhf_devkit import Other, TrainerConformance, tiny
 from rlhf_devkit.curves import same_curve
+from rlhf_devkit.ranks import shared
 from rlhf_plugin_grpo import trainer
 from rlhf_plugin_grpo.trainer import LEAST_GROUPS, PATIENCE
 
@@ -35,6 +36,7 @@ class TestGRPO(TrainerConformance):
         "stop": "[aeiou]",
         "advantage": Other(value="none", under={"scale": "none"}),
         "scale": "batch",
+        "aggregation": "normalize_then_sum",
         "ratio": Other(value="sequence", under={"passes": 2}),
         "clip": Other(value={"low": 0.01, "high": 0.01}, under={"passes": 2}),
         "per": "constant",
@@ -173,6 +175,20 @@ def test_a_group_that_is_larger_than_the_budget_gives_the_same_curve(
         for tokens in ("1000", "32")
     ]
     same_curve(*curves)
+
+
+def test_rewards_that_are_normalised_by_themselves_give_one_curve_on_any_layout(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """The last normalisation is over the whole rollout, not over a rank or a micro-batch."""
+    rewards = f"[{{function: '{REWARDS}:few_letters'}}, {{function: '{REWARDS}:short', weight: 2}}]"
+    own = ("--train.steps", "3", "--grpo.aggregation", "normalize_then_sum", "--optim.lr", "1e-2")
+    words = [*inputs.words, *own, "--grpo.rewards", rewards, "--grpo.batches", "2"]
+    one = tiny.run("grpo", [*words, "--output", str(tmp_path / "one")], inputs.cache, True)
+    more = ("--batch.tokens", "32", "--output", str(tmp_path / "two"))
+    two, _ = shared(2).run(tiny.run, "grpo", [*words, *more], inputs.cache)
+    same_curve(two, one)
+    assert one[0]["reward_std"] > 0
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_reward_on_held_out_prompts(

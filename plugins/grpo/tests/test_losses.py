@@ -1,6 +1,7 @@
 """The loss of each token by hand-worked numbers, finite differences, and over a vocabulary of 5."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rlhf_plugin_grpo.losses import (
     surrogate,
 )
 from rlhf_plugin_grpo.presets import Method
-from rlhf_rollouts.ratios import corrections
+from rlhf_rollouts.ratios import corrections, sampling_ratios
 from rlhf_rollouts.settings import Correction
 
 ANSWER = torch.tensor([0, 0, 0, 2, 2])
@@ -133,7 +134,8 @@ def test_answers_of_older_weights_give_that_gradient_with_their_correction() -> 
     drawn = (0.5 * old + 0.3 * reference).log_softmax(0)
     leaf = logits.clone().requires_grad_()
     addends = divergence(leaf.log_softmax(0), old, reference, "k3")
-    weights = corrections(old, drawn, Correction(high=1e6))
+    each = torch.arange(5)
+    weights = corrections(old, drawn, Correction(high=1e6), each, 5)
     (drawn.exp() * weights * addends).sum().backward()
     torch.testing.assert_close(leaf.grad, true_gradient(logits, reference), atol=1e-8, rtol=1e-6)
 
@@ -162,11 +164,35 @@ def test_a_token_far_from_the_reference_keeps_its_gradient(estimator: str) -> No
 def test_the_weights_of_a_correction_are_bounded_or_masked() -> None:
     drawn = OLD - torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
     raw = [1.0, math.e, 1 / math.e, math.exp(0.5), math.exp(-0.5)]
-    assert corrections(OLD, drawn, Correction(kind="none")).tolist() == [1.0] * 5
-    truncated = corrections(OLD, drawn, Correction()).tolist()
-    assert truncated == pytest.approx([min(value, 2.0) for value in raw])
-    masked = corrections(OLD, drawn, Correction(kind="mask")).tolist()
-    assert masked == pytest.approx([1.0, 0.0, 0.0, raw[3], raw[4]])
+    assert weights_of(drawn, kind="none") == [1.0] * 5
+    assert weights_of(drawn) == pytest.approx([min(value, 2.0) for value in raw])
+    assert weights_of(drawn, kind="mask") == pytest.approx([1.0, 0.0, 0.0, raw[3], raw[4]])
+    assert weights_of(drawn, kind="mask", low=0) == pytest.approx([1.0, 0.0, *raw[2:]])
+
+
+def test_the_correction_of_an_answer_is_the_ratio_of_its_whole_probability() -> None:
+    """sequence_truncate and sequence_mask of TRL: exp of the sum, not of the mean."""
+    drawn = OLD - torch.tensor([0.5, 1.0, -0.75, -0.5, 0.25], dtype=torch.float64)
+    first, third = math.exp(0.75), math.exp(-0.25)  # 2.117 and 0.779
+    sequence: Any = {"level": "sequence"}
+    assert weights_of(drawn, **sequence) == pytest.approx([2.0] * 3 + [third] * 2)
+    assert weights_of(drawn, **sequence, high=3) == pytest.approx([first] * 3 + [third] * 2)
+    assert weights_of(drawn, **sequence, kind="mask") == pytest.approx([0.0] * 3 + [third] * 2)
+    narrow = {"kind": "mask", "high": 3, "low": 0.8}
+    assert weights_of(drawn, **sequence, **narrow) == pytest.approx([first] * 3 + [0.0] * 2)
+
+
+def test_the_ratio_of_a_long_answer_stays_finite() -> None:
+    old, drawn, answer = torch.full([1000], -0.1), torch.full([1000], -0.3), torch.zeros(1000).int()
+    settings = Correction(kind="mask", level="sequence")
+    assert sampling_ratios(old, drawn, answer, 1, level="sequence").max() == math.exp(20)
+    assert corrections(old, drawn, settings, answer, 1).tolist() == [0.0] * 1000
+    back = sampling_ratios(drawn, old, answer, 1, level="sequence")
+    assert back.tolist() == [0.0] * 1000
+
+
+def weights_of(drawn: Tensor, **settings: Any) -> list[float]:
+    return corrections(OLD, drawn, Correction(**settings), ANSWER, 3).tolist()
 
 
 def test_the_mean_of_an_answer_without_predictions_is_0() -> None:

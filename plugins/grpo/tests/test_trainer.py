@@ -19,6 +19,8 @@ from rlhf_rollouts.ratios import corrections
 from rlhf_rollouts.rewards import Scores
 from rlhf_rollouts.settings import Correction, Tools
 
+SUMMARY = ("min", "mean", "max")
+
 
 class Forwards:
     """A run that counts forwards without gradient, and the references that are loaded."""
@@ -178,11 +180,13 @@ def test_a_reference_is_loaded_only_for_a_kl(beta: float, monkeypatch: pytest.Mo
 
 def test_metrics_of_sampling_are_those_before_the_correction() -> None:
     old, drawn = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -4.0, 0.0])
-    assert corrections(old, drawn, Correction()).max() == 2
-    found = of_sampling(old, drawn)
-    ratio = {name: found[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "max")}
-    assert [value.item() for value, _ in ratio.values()] == pytest.approx(  # type: ignore[union-attr]
-        [np.exp(-1), np.exp(3)]
-    )
-    difference: Any = found["sampling/sampling_logp_difference/max"]
-    assert difference[0].item() == 3
+    batch: Any = SimpleNamespace(answer=torch.tensor([0, 0, 1]), num_answers=2)
+    assert corrections(old, drawn, Correction(), batch.answer, 2).max() == 2
+    ratios = {"token": [1, np.exp(3), np.exp(-1)], "sequence": [np.exp(3), np.exp(3), np.exp(-1)]}
+    for level, expected in ratios.items():
+        found: Any = of_sampling(old, drawn, batch, level)
+        named = [found[f"sampling/importance_sampling_ratio/{name}"] for name in SUMMARY]
+        assert [value.item() for value, _ in named] == pytest.approx(
+            [min(expected), sum(expected), max(expected)]
+        )
+        assert found["sampling/sampling_logp_difference/max"][0].item() == 3

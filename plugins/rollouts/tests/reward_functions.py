@@ -107,6 +107,12 @@ def dies_with_a_child(completions: list[str], number: list[str], **kwargs: Any) 
     os._exit(7)
 
 
+def no_more_than_one(completions: list[str]) -> list[float]:
+    if len(completions) > 1:
+        raise ValueError("too many")
+    return [1.0]
+
+
 def one_short(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0] * (len(completions) - 1)
 

@@ -20,7 +20,7 @@ import pytest
 from rlhf.errors import RLHFError
 from rlhf_rollouts.rewards import Rewards, RewardSpec, Scores, pool
 from rlhf_rollouts.rewards.answers import Answers
-from rlhf_rollouts.rewards.functions import ANSWER, Call, Outcome, load
+from rlhf_rollouts.rewards.functions import ANSWER, CALL, Call, Outcome, load
 from rlhf_rollouts.rewards.worker import score, together
 
 FILE = Path(__file__).with_name("reward_functions.py")
@@ -151,21 +151,22 @@ def test_asynchronous_calls_run_at_the_same_time(closing: list[Rewards]) -> None
 
 
 OF_ANSWER = f"for {ANSWER}; return a finite number, or None for an answer that it cannot score"
+A_LIST = f"for {CALL}; return a list with a number or None for each answer"
 CORRECT = f"for {ANSWER}; correct the function, or return None for an answer that it cannot score"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("one_short", 0, "returned a list of 1 for 2 answers; return one value for each"),
+        ("one_short", 0, f"returned a list of 1 for {CALL}; return one value for each"),
         ("gives", [1.0, math.nan], f"returned nan {OF_ANSWER}"),
         ("gives", [1.0, math.inf], f"returned inf {OF_ANSWER}"),
         ("gives", [1.0, "yes"], f"returned 'yes' {OF_ANSWER}"),
         ("gives", [1.0, "1"], f"returned '1' {OF_ANSWER}"),
         ("gives", [1.0, [1]], f"returned [1] {OF_ANSWER}"),
-        ("gives", 1.0, "returned 1.0; return a list with a number or None for each answer"),
-        ("gives", "ab", "returned 'ab'; return a list with a number or None for each answer"),
-        ("logs_too_few", 0, "logged 1 values of 'column' for 2 answers; log one for each"),
+        ("gives", 1.0, f"returned 1.0 {A_LIST}"),
+        ("gives", "ab", f"returned 'ab' {A_LIST}"),
+        ("logs_too_few", 0, f"logged 1 values of 'column' for {CALL}; log one for each"),
         ("inverse", 0, f"raised ZeroDivisionError: division by zero {line_of('[1 / len')} "
          f"{CORRECT}"),
         ("leaves", 0, f"raised SystemExit: 3 {line_of('SystemExit')} {CORRECT}"),
@@ -198,7 +199,39 @@ def test_a_function_that_ends_its_process_is_named(closing: list[Rewards]) -> No
     with pytest.raises(RLHFError) as raised:
         scored(rewards, ["5"])
     assert str(raised.value) == (
-        "reward 'dies': its process ended with exit code 7 in a call; correct the function"
+        "reward 'dies': its process ended with exit code 7 in a call for 1 answer to '2 + 3?'; "
+        "correct the function"
+    )
+
+
+def test_an_error_of_a_call_names_its_first_prompt_and_row(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([spec("one_short")]))
+    for prompts, names in ((["a", "b"], "2 answers, the first to 'a'"), ("aa", "2 answers to 'a'")):
+        for rows, where in (((), ""), (["p.jsonl line 7", "p.jsonl line 2"], " in p.jsonl line 7")):
+            with pytest.raises(RLHFError) as raised:
+                scored(rewards, ["five", "5"], prompts=prompts, rows=rows)
+            assert str(raised.value) == (
+                f"reward 'one_short': returned a list of 1 for {names}{where}; return one value "
+                "for each"
+            )
+
+
+def test_an_error_of_an_answer_names_its_row(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([spec("inverse")]))
+    given: dict[str, Any] = {"prompts": ["a", "b"], "rows": ["p.jsonl line 7", "p.jsonl line 2"]}
+    with pytest.raises(RLHFError) as raised:
+        scored(rewards, ["five", ""], **given)
+    assert " for answer 2 of 2 ('' to 'b' in p.jsonl line 2); " in str(raised.value)
+
+
+def test_an_error_that_no_answer_raises_by_itself_names_the_call(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([spec("no_more_than_one")]))
+    with pytest.raises(RLHFError) as raised:
+        scored(rewards, ["five", "5"], prompts=["a", "b"])
+    assert str(raised.value) == (
+        f"reward 'no_more_than_one': raised ValueError: too many {line_of('too many')} for 2 "
+        "answers, the first to 'a', but for none of them by itself; correct the function, or "
+        "return None for an answer that it cannot score"
     )
 
 
@@ -388,6 +421,26 @@ def test_entries_that_do_not_fit_the_answers_are_named(closing: list[Rewards]) -
     closing.append(rewards := Rewards([RewardSpec(function="number")]))
     with pytest.raises(RLHFError, match="'answer' has 3 entries for 2 answers"):
         scored(rewards, ["5", "6"], columns={"answer": ["5"] * 3})
+
+
+def test_the_scores_of_a_reward_model_have_to_be_finite(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([RewardSpec(model="runs/rm", name="judge")]))
+    with pytest.raises(RLHFError) as raised:
+        scored(rewards, ["5", "6"], scored={"judge": np.array([1.0, math.nan])})
+    assert str(raised.value) == (
+        "reward 'judge': the model returned nan for answer 2 of 2 ('6' to '2 + 3?'); check its "
+        "weights and its dtype"
+    )
+
+
+def test_a_reward_model_scores_only_the_rows_that_it_is_for(closing: list[Rewards]) -> None:
+    closing.append(rewards := Rewards([RewardSpec(model="runs/rm", when={"source": "chat"})]))
+    columns = {"source": ["chat", "math", "chat"]}
+    of_model = {"model": np.array([1.0, math.inf, 3.0])}
+    result = scored(rewards, ["a", "b", "c"], columns=columns, scored=of_model)
+    np.testing.assert_array_equal(result.total, [1, math.nan, 3])
+    with pytest.raises(RLHFError, match="reward 'model' needs the column 'source'"):
+        rewards.check_columns(["prompt"])
 
 
 def test_a_reward_model_needs_a_trainer_that_loads_it(closing: list[Rewards]) -> None:

@@ -25,5 +25,6 @@ class GroupClip(OnPolicyTrainer):
         advantages = batch.values["advantage"][batch.answer]
         ratio = (self.logprobs(batch) - old).exp()
         gains = clipped_gains(ratio, advantages, low=config.clip, high=config.clip)
-        losses = -gains * corrections(old, drawn, config.correction)
-        return Loss((Term(losses.sum(), per="tokens"),), self.rollout_metrics(batch))
+        weights = corrections(old, drawn, config.correction, batch.answer, batch.num_answers)
+        losses = Term((-gains * weights).sum(), per="tokens")
+        return Loss((losses,), self.rollout_metrics(batch))

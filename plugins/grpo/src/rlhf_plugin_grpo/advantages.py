@@ -1,5 +1,7 @@
 """From the rewards of groups to advantages: on the host, in float64, over whole groups."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,22 @@ def advantages(rewards: Rewards, kind: Advantage, scale: Scale) -> Rewards:
     elif scale == "batch":
         centred = centred / (deviations(rewards.reshape(1, -1))[0] + EPSILON)
     return np.where(scored, centred, 0.0)
+
+
+def decoupled(rewards: Sequence[tuple[float, Rewards]], kind: Advantage, scale: Scale) -> Rewards:
+    """Return the advantages of answers from several rewards, each with its weight, as GDPO (arXiv
+    2601.05242) computes them with the kind mean and the scale group: the weighted sum of the
+    advantages of each reward, normalised by mean and standard deviation over all answers of the
+    rollout.
+
+    A reward that does not score an answer adds 0 to its sum, as an average score does. An answer
+    without any score is in no mean and no standard deviation, and has the advantage 0. So it is in
+    TRL 1.16 with `multi_objective_aggregation` normalize_then_sum.
+    """
+    sums = np.sum([weight * advantages(each, kind, scale) for weight, each in rewards], axis=0)
+    scored = np.any([~np.isnan(each) for _, each in rewards], axis=0)
+    whole = np.where(scored, sums, np.nan).reshape(1, -1)
+    return advantages(whole, "mean", "group").reshape(sums.shape)
 
 
 def deviations(rewards: Rewards) -> Rewards:

@@ -8,38 +8,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf.trainer import Answer, Example, with_answers
-from rlhf_plugin_grpo.advantages import Rewards, advantages, alike, deviations, overlong
+from rlhf_plugin_grpo.advantages import (
+    Rewards,
+    advantages,
+    alike,
+    decoupled,
+    deviations,
+    overlong,
+)
 from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_rollouts.judged import Judged
 from rlhf_rollouts.trees import blank_rollout
 from rlhf_rollouts.written import answer_of, shortened
 
 
-def shaped(judged: Judged, config: GRPOConfig, log_ratios: Rewards | None = None) -> Rewards:
-    """Return the rewards from which advantages are computed: the total, with the penalties on
-    length and on the `log_ratios` of the answers to the reference."""
-    rewards, method = judged.total, config.method
+def gains_of(judged: Judged, config: GRPOConfig, log_ratios: Rewards | None = None) -> Rewards:
+    """Return the advantages of the answers, with the penalties on length and on the `log_ratios` of
+    the answers to the reference."""
+    method, penalty = config.method, np.zeros_like(judged.total)
     if method.truncated == "soft":
-        rewards = rewards + overlong(judged.lengths, config.max_new_tokens)
+        penalty = overlong(judged.lengths, config.max_new_tokens)
+    if method.aggregation == "normalize_then_sum":
+        # The penalty is a further reward with the weight 1, as it is for users of TRL.
+        rewards = [*judged.weighted, (1.0, np.where(np.isnan(judged.total), np.nan, penalty))]
+        return decoupled(rewards, method.advantage, method.scale)
     if log_ratios is not None:
-        rewards = rewards - method.kl_beta * log_ratios
-    return rewards
+        penalty = penalty - method.kl_beta * log_ratios
+    return advantages(judged.total + penalty, method.advantage, method.scale)
 
 
-def kept_of(judged: Judged, config: GRPOConfig, shaped: Rewards) -> NDArray[np.bool_]:
+def same_rewards(judged: Judged, config: GRPOConfig) -> NDArray[np.bool_]:
+    """Return whether the answers of a group have equal rewards [groups], before penalties, which
+    differ with the lengths of answers that are equally right."""
+    if config.method.aggregation == "normalize_then_sum":
+        same = np.ones(len(judged.total), dtype=bool)
+        return np.logical_and.reduce([same, *(alike(each) for _, each in judged.weighted)])
+    return alike(judged.total)
+
+
+def kept_of(judged: Judged, config: GRPOConfig) -> NDArray[np.bool_]:
     """Return which answers are trained on."""
-    kept = ~np.isnan(shaped)
+    kept = ~np.isnan(judged.total)
     if config.method.truncated == "mask":
         kept &= judged.finished
     if config.method.filter == "zero_variance":
-        # Penalties differ with the lengths of answers that are equally right.
-        kept &= ~alike(judged.total)[:, None]
+        kept &= ~same_rewards(judged, config)[:, None]
     return kept
 
 
-def values_of(judged: Judged) -> list[dict[str, Any]]:
+def values_of(judged: Judged, config: GRPOConfig) -> list[dict[str, Any]]:
     """Return what metrics need of each group, by name."""
-    spread, same = deviations(judged.total), alike(judged.total).astype(float)
+    spread, same = deviations(judged.total), same_rewards(judged, config).astype(float)
     return [
         {
             "reward_std": np.full(len(values["length"]), spread[place]),
@@ -67,12 +86,12 @@ def trees(
     them. A group of which no answer is trained on has no effect on the loss: one token of each
     answer stands for it, and its values still count in the metrics.
     """
-    rewards, method = shaped(judged, config, log_ratios), config.method
-    gains = advantages(rewards, method.advantage, method.scale)
-    kept, made = kept_of(judged, config, rewards) & trained, []
-    kl = np.zeros_like(rewards) if log_ratios is None else log_ratios
+    gains = gains_of(judged, config, log_ratios)
+    kept, made = kept_of(judged, config) & trained, []
+    kl = np.zeros_like(gains) if log_ratios is None else log_ratios
     kl = np.where(np.isnan(judged.total), 0.0, kl)
-    for place, (example, values) in enumerate(zip(examples, values_of(judged), strict=True)):
+    known_values = values_of(judged, config)
+    for place, (example, values) in enumerate(zip(examples, known_values, strict=True)):
         known = {"drawn": [sample.logprobs for sample in judged.groups[place]]}
         if old is not None:
             known["old"] = list(old[place])

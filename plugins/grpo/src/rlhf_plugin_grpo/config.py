@@ -9,6 +9,7 @@ from rlhf.plugin import Config, check_reference, check_rules
 from rlhf_plugin_grpo.presets import (
     PRESETS,
     Advantage,
+    Aggregation,
     ClipKind,
     Filter,
     Method,
@@ -73,8 +74,8 @@ class GRPOConfig(OnPolicyConfig):
     """Group relative policy optimisation and its relatives."""
 
     preset: Literal["dapo", "dr_grpo", "grpo", "rloo", "reinforce_pp", "gspo", "cispo"] = "dapo"
-    """The method whose settings are the defaults of advantage, scale, ratio, clip, per, kl,
-    truncated and filter. The run prints which of them are changed."""
+    """The method whose settings are the defaults of advantage, scale, aggregation, ratio, clip,
+    per, kl, truncated and filter. The run prints which of them are changed."""
     advantage: Advantage | None = None
     """mean: the reward minus the mean of the group (arXiv 2402.03300). leave_one_out: minus the
     mean of the others (arXiv 2402.14740). none: the reward. Default: that of the preset."""
@@ -82,6 +83,10 @@ class GRPOConfig(OnPolicyConfig):
     """The standard deviation by which advantages are divided: group, that of the prompt's rewards;
     batch, that of all rewards of the rollout (arXiv 2508.08221); none. Default: that of the
     preset."""
+    aggregation: Aggregation | None = None
+    """How several rewards become one advantage. sum_then_normalize: that of their weighted sum.
+    normalize_then_sum: the weighted sum of the advantages of each, normalised over the rollout
+    (GDPO, arXiv 2601.05242). Default: that of the preset."""
     ratio: Ratio | None = None
     """Of the probabilities under the policy now and when the answers were written: token, that of
     each token; sequence, their geometric mean over the answer (arXiv 2507.18071). Default: that of
@@ -113,6 +118,7 @@ class GRPOConfig(OnPolicyConfig):
         given: dict[str, Any] = {
             "advantage": self.advantage,
             "scale": self.scale,
+            "aggregation": self.aggregation,
             "ratio": self.ratio,
             "clip_kind": self.clip.kind,
             "clip_low": self.clip.low,
@@ -150,6 +156,13 @@ class GRPOConfig(OnPolicyConfig):
                 f"advantage none cannot be combined with scale {method.scale}: rewards that are "
                 "nearly equal would get advantages without bound; set scale to none",
                 method.advantage == "none" and method.scale != "none" and self.answers > 1,
+            ),
+            (
+                "aggregation normalize_then_sum cannot be combined with kl.in reward, since the "
+                "penalty would lose its size; set kl.in to loss",
+                method.aggregation == "normalize_then_sum"
+                and method.kl_beta
+                and method.kl_in == "reward",
             ),
             (
                 f"clip.low and clip.dual have no effect with clip.kind {method.clip_kind}",

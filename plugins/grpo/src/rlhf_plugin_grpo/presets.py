@@ -7,6 +7,7 @@ from attrs import frozen
 
 Advantage = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["none", "group", "batch"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 Ratio = Literal["token", "sequence"]
 ClipKind = Literal["ppo", "cispo", "none"]
 Per = Literal["tokens", "answers", "constant"]
@@ -21,6 +22,7 @@ class Method:
 
     advantage: Advantage = "mean"
     scale: Scale = "none"
+    aggregation: Aggregation = "sum_then_normalize"
     ratio: Ratio = "token"
     clip_kind: ClipKind = "ppo"
     clip_low: float = 0.2

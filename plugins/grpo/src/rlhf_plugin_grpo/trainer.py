@@ -26,8 +26,8 @@ from rlhf.trainer import (
     load_user_object,
 )
 from rlhf_plugin_grpo import losses, metrics
-from rlhf_plugin_grpo.advantages import Rewards, alike
-from rlhf_plugin_grpo.answers import blank_tree, trees
+from rlhf_plugin_grpo.advantages import Rewards
+from rlhf_plugin_grpo.answers import blank_tree, same_rewards, trees
 from rlhf_plugin_grpo.config import GRPOConfig
 from rlhf_plugin_grpo.presets import PRESETS
 from rlhf_rollouts.entropy import logprobs_and_entropy
@@ -114,7 +114,7 @@ class GRPOTrainer(OnPolicyTrainer):
             if self.first_reward is None or self.useless == PATIENCE:
                 raise SameOnAllRanks(f"step {step + 1}: {problem}")
             return
-        same, mean = alike(judged.total), float(np.nanmean(judged.total))
+        same, mean = same_rewards(judged, config), float(np.nanmean(judged.total))
         if self.first_reward is None:
             self.first_reward = mean
             self.run.notes.append(groups_line(same, mean))
@@ -143,11 +143,12 @@ class GRPOTrainer(OnPolicyTrainer):
             per_token = self.own_loss(
                 logprobs, old=old, drawn=drawn, advantages=gains, answer=batch.answer
             )
-        weights = corrections(old, drawn, config.correction)
+        weights = corrections(old, drawn, config.correction, batch.answer, batch.num_answers)
         per_token = per_token * weights
         found = self.rollout_metrics(batch) | metrics.of_groups(batch)
         if self.policy.module.training:
-            found |= metrics.of_ratios(ratio.detach(), gains, method) | of_sampling(old, drawn)
+            found |= metrics.of_ratios(ratio.detach(), gains, method)
+            found |= of_sampling(old, drawn, batch, config.correction.level)
             found["entropy"] = (read["entropy"].sum(), "tokens")
             if self.penalises:
                 found["objective/kl"] = (values["kl"].sum(), "scored")

@@ -100,7 +100,8 @@ class PPOTrainer(OnPolicyTrainer):
         )
         ratio = (read["logprobs"] - old).exp()
         gains = clipped_gains(ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)
-        losses = -gains * corrections(old, drawn, config.correction)
+        weights = corrections(old, drawn, config.correction, batch.answer, batch.num_answers)
+        losses = -gains * weights
         errors, clipped = value_loss(values, before, returns, clip.value)
         terms = (
             Term(losses.sum(), per="tokens"),
@@ -110,7 +111,8 @@ class PPOTrainer(OnPolicyTrainer):
         if self.policy.module.training:
             below = (ratio < 1 - clip.low) & (advantages < 0)
             above = (ratio > 1 + clip.high) & (advantages > 0)
-            found |= of_clipping(below, above) | of_sampling(old, drawn)
+            found |= of_clipping(below, above)
+            found |= of_sampling(old, drawn, batch, config.correction.level)
             found |= metrics.of_critic(errors, clipped, before, returns)
             found["policy_loss"] = (losses.sum(), "tokens")
             found["entropy"] = (read["entropy"].sum(), "tokens")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from rlhf.plugin import documented
@@ -26,13 +26,22 @@ class Judged:
     """Each reward without its weight, by its name in metrics."""
     total: NDArray[np.float64]
     """The weighted sum."""
+    weights: Mapping[str, float] = field(factory=dict)
+    """The weight of each reward in the total, by its name; 1 for others."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], scores: Scores) -> "Judged":
         """Return the answers with the scores of all of them, in the order of the groups."""
         shape = (len(groups), len(groups[0]))
         by_name = {name: np.reshape(each, shape) for name, each in scores.by_name.items()}
-        return cls(groups=groups, by_name=by_name, total=np.reshape(scores.total, shape))
+        total = np.reshape(scores.total, shape)
+        return cls(groups=groups, by_name=by_name, total=total, weights=scores.weights)
+
+    @property
+    def weighted(self) -> list[tuple[float, NDArray[np.float64]]]:
+        """The rewards that have a weight, each with it."""
+        pairs = [(self.weights.get(name, 1.0), each) for name, each in self.by_name.items()]
+        return [(weight, each) for weight, each in pairs if weight]
 
     @property
     def means(self) -> NDArray[np.float64]:

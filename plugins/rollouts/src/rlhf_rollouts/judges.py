@@ -105,6 +105,7 @@ class Judges:
                 completion_ids=[sample.tokens for group in rollout.groups for sample in group],
                 columns=columns,
                 trainer_state={"global_step": rollout.step, "max_steps": self._run.steps},
+                rows=repeated([example.row for example in rollout.examples], counts),
                 scored=scored,
             )
 

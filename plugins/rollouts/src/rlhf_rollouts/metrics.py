@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf.trainer import PackedBatch, Run
+from rlhf_rollouts.ratios import sampling_ratios
 
 __all__ = [
     "DRAWING", "JUDGING", "Metrics", "deviations_of", "least", "measured", "of_answers",
@@ -67,17 +68,18 @@ def of_clipping(below: Tensor, above: Tensor) -> Metrics:
     }
 
 
-def of_sampling(old: Tensor, drawn: Tensor) -> Metrics:
-    """Return how far the log-probabilities of the predictions [N] in training, when the answers
-    were written, differ from those with which they were drawn."""
+def of_sampling(old: Tensor, drawn: Tensor, batch: PackedBatch, level: str) -> Metrics:
+    """Return how far the log-probabilities of the predictions of a batch [N] in training, when the
+    answers were written, differ from those with which they were drawn. The ratios are those that
+    the `level` of a correction bounds."""
     difference = (old - drawn).abs()
-    weight = (old - drawn).exp()
+    ratio = sampling_ratios(old, drawn, batch.answer, batch.num_answers, level=level)
     return {
         "sampling/sampling_logp_difference/mean": (difference.sum(), "tokens"),
         "sampling/sampling_logp_difference/max": (-least(-difference, 0.0), "max"),
-        "sampling/importance_sampling_ratio/mean": (weight.sum(), "tokens"),
-        "sampling/importance_sampling_ratio/min": (least(weight, 1.0), "min"),
-        "sampling/importance_sampling_ratio/max": (-least(-weight, -1.0), "max"),
+        "sampling/importance_sampling_ratio/mean": (ratio.sum(), "tokens"),
+        "sampling/importance_sampling_ratio/min": (least(ratio, 1.0), "min"),
+        "sampling/importance_sampling_ratio/max": (-least(-ratio, -1.0), "max"),
     }
 
 

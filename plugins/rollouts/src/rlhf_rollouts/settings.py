@@ -74,20 +74,23 @@ class Correction:
     engine of another precision, or with older weights (`rollouts.lag`), has written it."""
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
-    """truncate: the ratio of both probabilities, at most high. mask: the same, 0 for tokens outside
+    """truncate: the ratio of both probabilities, at most high. mask: the same, 0 if it is outside
     low to high."""
+    level: Literal["token", "sequence"] = "token"
+    """Whose probabilities: token, each token's; sequence, those of the whole answer, whose ratio is
+    the product of its tokens' and the weight of all of them (richardli.xyz/rl-collapse)."""
     high: float = field(default=2.0, validator=validators.gt(1))
     """The largest ratio (2 at fengyao.notion.site/off-policy-rl)."""
-    low: float = field(default=0.5, validator=[validators.gt(0), validators.lt(1)])
-    """mask: the smallest ratio."""
+    low: float = field(default=0.5, validator=[validators.ge(0), validators.lt(1)])
+    """mask: the smallest ratio; 0: no bound."""
 
     @property
     def broken(self) -> str:
         """What is wrong with the settings together, as a message; "" if nothing is."""
         if self.kind != "mask" and self.low != 0.5:
             return "correction.low has no effect without correction.kind mask"
-        if self.kind == "none" and self.high != 2.0:
-            return "correction.high has no effect with correction.kind none"
+        if self.kind == "none" and (self.high, self.level) != (2.0, "token"):
+            return "correction.high and correction.level have no effect with correction.kind none"
         return ""
 
 

@@ -60,9 +60,10 @@ def blank_rollout(
     prompt, sizes = largest_group(
         prompts, answers=config.answers, max_new_tokens=config.max_new_tokens, most=most
     )
+    rewards = np.arange(len(sizes), dtype=np.float64)[None]
     judged = Judged(
         groups=[[Sample([0] * size, [0.0] * size) for size in sizes]],
-        by_name=dict.fromkeys(names, np.zeros((1, len(sizes)))),
-        total=np.arange(len(sizes), dtype=np.float64)[None],
+        by_name=dict.fromkeys(names, rewards),
+        total=rewards,
     )
     return [Example([0] * prompt, [])], judged

@@ -6,6 +6,7 @@ from typing import Any
 
 from attrs import frozen
 
+from rlhf.errors import counted
 from rlhf_rollouts.rewards.functions import Call, shown
 from rlhf_rollouts.rewards.rules import text_of
 
@@ -22,6 +23,8 @@ class Answers:
     completions: Sequence[Any]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
+    rows: Sequence[str] = ()
+    """Where the row of each answer came from, if it is known."""
 
     def matching(self, when: Mapping[str, Any]) -> list[int]:
         """Return the places of the answers whose columns have these values."""
@@ -62,7 +65,14 @@ class Answers:
 
     def name(self, place: int) -> str:
         """Return what errors call an answer."""
-        answer, prompt = (
-            shown(text_of(texts[place])) for texts in (self.completions, self.prompts)
-        )
-        return f"answer {place + 1} of {len(self.completions)} ({answer} to {prompt})"
+        answer = shown(text_of(self.completions[place]))
+        return f"answer {place + 1} of {len(self.completions)} ({answer} to {self._prompt(place)})"
+
+    def names(self, places: Sequence[int]) -> str:
+        """Return what errors call the answers of a call."""
+        first = "" if len(self.by_prompt(places)) == 1 else ", the first"
+        return f"{counted(len(places), 'answer')}{first} to {self._prompt(places[0])}"
+
+    def _prompt(self, place: int) -> str:
+        row = f" in {self.rows[place]}" if self.rows else ""
+        return shown(text_of(self.prompts[place])) + row

@@ -30,6 +30,8 @@ NOT_OWN = (
 """What the names of files begin with that are not the user's: of Python, of packages and ours."""
 ANSWER = "\0"
 """Stands for the answer in the text of an outcome."""
+CALL = "\1"
+"""Stands for the answers of the call."""
 
 
 @frozen
@@ -167,8 +169,7 @@ class Log:
         """Keep a column for the table of answers, as plain data."""
         if len(values) != self.count:
             raise RLHFError(
-                f"logged {len(values)} values of {column!r} for {self.count} answers; log one for "
-                "each"
+                f"logged {len(values)} values of {column!r} for {CALL}; log one for each"
             )
         self.extras[column] = json.loads(json.dumps([*values], default=plain))
 
@@ -180,13 +181,13 @@ class Log:
         """Return the outcome of a call that has returned `values`."""
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
             raise RLHFError(
-                f"returned {shown(values)}; return a list with a number or None for each answer"
+                f"returned {shown(values)} for {CALL}; return a list with a number or None for "
+                "each answer"
             )
         values = [*values]
         if len(values) != self.count:
             raise RLHFError(
-                f"returned a list of {len(values)} for {self.count} answers; return one value for "
-                "each"
+                f"returned a list of {len(values)} for {CALL}; return one value for each"
             )
         numbers = [math.nan if value is None else number(value) for value in values]
         for place, (value, result) in enumerate(zip(values, numbers, strict=True)):

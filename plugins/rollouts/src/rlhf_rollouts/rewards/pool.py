@@ -14,7 +14,7 @@ from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 from rlhf.errors import RLHFError
-from rlhf_rollouts.rewards.functions import Outcome
+from rlhf_rollouts.rewards.functions import CALL, Outcome
 
 PROGRAM = """
 import json, sys
@@ -76,7 +76,7 @@ class Worker:
         try:
             return list(self.connection.recv())
         except (EOFError, ConnectionResetError):
-            text = f"{self.how_ended()} in a call; correct the function"
+            text = f"{self.how_ended()} in a call for {CALL}; correct the function"
             return [Outcome(kind="failed", text=text) for _ in task[0]]
 
     def how_ended(self) -> str:

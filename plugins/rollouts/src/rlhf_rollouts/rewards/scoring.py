@@ -7,14 +7,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
-from rlhf.errors import RLHFError, counted, listed
+from rlhf.errors import RLHFError, listed
 from rlhf.plugin import check_model_folder, documented
 from rlhf_rollouts.rewards.answers import Answers
-from rlhf_rollouts.rewards.functions import ANSWER, COMMON, Call, Outcome, shown
+from rlhf_rollouts.rewards.functions import ANSWER, CALL, COMMON, Call, Outcome
 from rlhf_rollouts.rewards.pool import Pool, Source, Task
-from rlhf_rollouts.rewards.rules import HAS_MATH_VERIFY, text_of
+from rlhf_rollouts.rewards.rules import HAS_MATH_VERIFY
 from rlhf_rollouts.rewards.spec import RewardSpec, address
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Scores:
     metrics: Mapping[str, tuple[float, float]]
     """What functions logged with `log_metric`: the sum over the answers of their calls, and the
     number of these."""
+    weights: Mapping[str, float] = field(factory=dict)
+    """The weight of each reward in the total, by its name; 1 for others."""
 
 
 class Rewards:
@@ -92,8 +94,7 @@ class Rewards:
     @property
     def needed(self) -> frozenset[str]:
         """The columns of the rows that the rewards need."""
-        pairs = zip(self._called, self._pool.loaded, strict=True)
-        return frozenset(name for spec, (_, names) in pairs for name in (*names, *spec.when))
+        return frozenset(name for _, names in self._needs() for name in names)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise RLHFError unless the rows have the columns that the rewards need."""
@@ -103,13 +104,19 @@ class Rewards:
                 f"the rows have a column {min(taken)!r}, which is an argument of every reward "
                 "function; rename the column"
             )
-        for spec, (_, needed) in zip(self._called, self._pool.loaded, strict=True):
-            for name in (*needed, *spec.when):
+        for spec, names in self._needs():
+            for name in names:
                 if name not in columns:
                     raise RLHFError(
                         f"reward {spec.label!r} needs the column {name!r}; the rows have "
                         f"{listed(sorted(columns)) or 'no columns'}"
                     )
+
+    def _needs(self) -> list[tuple[RewardSpec, tuple[str, ...]]]:
+        """Return the columns that each reward needs."""
+        pairs = zip(self._called, self._pool.loaded, strict=True)
+        of_functions = {spec.label: names for spec, (_, names) in pairs}
+        return [(spec, (*of_functions.get(spec.label, ()), *spec.when)) for spec in self.specs]
 
     def __call__(
         self,
@@ -119,11 +126,12 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         trainer_state: Any,
+        rows: Sequence[str] = (),
         scored: "Mapping[str, np.ndarray] | None" = None,
     ) -> Scores:
         """Return the scores of answers. All arguments but `trainer_state` have one entry per
-        answer, and the answers to a prompt are neighbours. `scored` has the scores of reward models
-        [answers] by the name of the reward.
+        answer, and the answers to a prompt are neighbours. `rows` are where the rows came from, for
+        errors. `scored` has the scores of reward models [answers] by the name of the reward.
 
         Raises RLHFError if a reward fails. A call that does not return before the deadline is ended
         with its process; then each of its prompts gets a call with an equal share of the deadline.
@@ -133,6 +141,7 @@ class Rewards:
         scored, count = scored or {}, len(completions)
         texts = {"prompts": prompts, "completion_ids": completion_ids}
         lists: dict[str, Sized] = {**texts, **columns, **scored}
+        lists |= {"rows": rows} if rows else {}
         for name, values in lists.items():
             if len(values) != count:
                 raise RLHFError(f"{name!r} has {len(values)} entries for {count} answers")
@@ -145,13 +154,37 @@ class Rewards:
         passed = {name: columns[name] for name in columns if name not in NOT_PASSED}
         self.check_columns(passed)
         ids = [list(map(int, tokens)) for tokens in completion_ids]
-        answers = Answers(prompts, completions, ids, passed)
+        answers = Answers(prompts, completions, ids, passed, rows)
+        of_models = self._of_models(answers, scored)
         results = self._results(answers, plain_state(trainer_state))
-        return self._scores(results, count, scored)
+        return self._scores(results, count, of_models)
 
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
+
+    def _of_models(
+        self, answers: Answers, scored: "Mapping[str, np.ndarray]"
+    ) -> "dict[str, np.ndarray]":
+        """Return the scores of reward models, nan for rows that they do not score. Raises RLHFError
+        for a score that is not finite."""
+        # The commands that read a configuration do not need numpy.
+        import numpy as np
+
+        found = {}
+        for spec in self.specs:
+            if spec.model is None:
+                continue
+            places = answers.matching(spec.when)
+            found[spec.label] = np.full(len(answers.completions), np.nan)
+            found[spec.label][places] = np.asarray(scored[spec.label])[places]
+            for place in places:
+                if not np.isfinite(value := found[spec.label][place]):
+                    raise RLHFError(
+                        f"reward {spec.label!r}: the model returned {value} for "
+                        f"{answers.name(place)}; check its weights and its dtype"
+                    )
+        return found
 
     def _results(self, answers: Answers, state: Mapping[str, Any]) -> list[tuple[Call, Outcome]]:
         """Return the outcomes of all calls that have scored, in any order. Raises RLHFError for one
@@ -178,7 +211,8 @@ class Rewards:
                     tasks.extend(self._tasks(calls, self.deadline / len(calls)))
                 else:
                     lost[call.function] += len(call.places)
-                    self._check_lost(call, lost[call.function], len(asked[call.function]))
+                    names = answers.names(call.places)
+                    self._check_lost(call, names, lost[call.function], len(asked[call.function]))
         if failed is not None:
             raise self._error(*failed, answers, state)
         return results
@@ -196,18 +230,18 @@ class Rewards:
         tasks: list[Task] = [(together, self.deadline)] if together else []
         return tasks + [([call], seconds) for call in alone]
 
-    def _check_lost(self, call: Call, lost: int, asked: int) -> None:
-        """Say that the answers of a call are unscorable. Raises RLHFError if most of them are."""
+    def _check_lost(self, call: Call, names: str, lost: int, asked: int) -> None:
+        """Say that the answers of a call, which messages call `names`, are unscorable. Raises
+        RLHFError if most of them are."""
         name = self._called[call.function].label
         if 2 * lost > asked:
             raise RLHFError(
                 f"reward {name!r}: did not return in time for {lost} of {asked} answers; make the "
                 f"function faster, or raise the deadline of {self.deadline:g} s"
             )
-        count, prompt = counted(len(call.places), "answer"), shown(text_of(call.prompts[0]))
         print(
-            f"warning: reward {name!r}: did not return in time for {count} to {prompt}; they count "
-            "as unscorable",
+            f"warning: reward {name!r}: did not return in time for {names}; they count as "
+            "unscorable",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -223,8 +257,10 @@ class Rewards:
             with closing(self._outcomes(tasks, state)) as outcomes:
                 failing = (each for each in outcomes if each[1].trace)
                 call, outcome = next(failing, (call, outcome))
-            where = f"{len(call.places)} answers together" if len(call.places) > 1 else None
+            if len(call.places) > 1:
+                where = f"{answers.names(call.places)}, but for none of them by itself"
         text = outcome.text.replace(ANSWER, where or answers.name(call.places[outcome.place]))
+        text = text.replace(CALL, answers.names(call.places))
         error = RLHFError(f"reward {self._called[call.function].label!r}: {text}")
         if outcome.trace:
             error.add_note(outcome.trace)
@@ -237,7 +273,6 @@ class Rewards:
         scored: "Mapping[str, np.ndarray]",
     ) -> Scores:
         """Return what the calls have returned, in the order of the answers."""
-        # The commands that read a configuration do not need numpy.
         import numpy as np
 
         by_name = {spec.label: np.full(count, np.nan) for spec in self.specs}
@@ -245,7 +280,7 @@ class Rewards:
         sums: dict[str, float] = {}
         sizes: Counter[str] = Counter()
         for name, values in scored.items():
-            by_name[name][:] = values
+            by_name[name] = values
         # Calls return in any order, and a sum depends on the order.
         for call, outcome in sorted(results, key=lambda it: (it[0].function, it[0].places[0])):
             by_name[self._called[call.function].label][call.places] = outcome.values
@@ -264,7 +299,8 @@ class Rewards:
                 unscored &= ~known
         total[unscored] = np.nan
         metrics = {name: (sums[name], float(sizes[name])) for name in sums}
-        return Scores(by_name, total, columns, metrics)
+        weights = {spec.label: spec.weight for spec in self.specs}
+        return Scores(by_name, total, columns, metrics, weights)
 
 
 def source(spec: RewardSpec, deadline: float) -> Source:

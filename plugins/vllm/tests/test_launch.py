@@ -64,7 +64,7 @@ def test_a_started_server_answers_and_ends_with_the_engine(
     words += ["--rollouts.engine", "vllm", "--rollouts.vllm.url", "http://127.0.0.1:1"]
     session = tiny.in_plain_torch("sft", [*words, "--model", str(model)], str(tmp_path / "c"))[1]
     python = make_environment(tmp_path / "env", version=None, packages=())
-    section = settings(tmp_path, python=python, arguments=("--enforce-eager",))
+    section = settings(tmp_path, python=python, arguments=("--enforce-eager",), restarts=0)
     rollouts = attrs.evolve(session.config.rollouts, vllm=section)
     config = attrs.evolve(session.config, rollouts=rollouts, output=str(tmp_path))
     writer = VLLM(

@@ -35,15 +35,29 @@ class Connection:
     """The process, if the run has started it."""
     note: str
 
+    def close(self) -> None:
+        """End the server, if the run has started it, and remove what was written for it."""
+        if self.server is not None:
+            self.server.stop()
+        self.transfer.remove()
 
-def connect(config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any, *, max_tokens: int
-            ) -> Connection:  # fmt: skip
-    """Start the server, or find the one that runs. Raises RLHFError if it cannot serve the run."""
+
+def connect(
+    config: Config,
+    settings: VLLMConfig,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    log: Path | None = None,
+) -> Connection:
+    """Start the server, in place of one that has ended if it has left a `log`, or find the one that
+    runs. Raises RLHFError if it cannot serve the run."""
     started, server, url = time.monotonic(), None, settings.url
     if url is None:
-        server = launch(config, settings, engine, tokenizer, max_tokens=max_tokens)
+        server = launch(config, settings, engine, tokenizer, max_tokens=max_tokens, log=log)
         url = server.url
-    explain = (lambda: None) if server is None else server.ended
+    explain = (lambda seconds: None) if server is None else server.ended
     client = Client(url, seconds=settings.seconds, explain=explain)
     served, limit = _model_of(client)
     adapter = _adapter(engine)
@@ -58,9 +72,16 @@ def connect(config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any
 
 
 def launch(
-    config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any, *, max_tokens: int
+    config: Config,
+    settings: VLLMConfig,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    log: Path | None = None,
 ) -> Server:
-    """Start a server for the trained model, and wait until it answers."""
+    """Start a server for the trained model, and wait until it answers. It writes to the end of
+    `log`, or to a log of its own."""
     assert settings.python is not None
     check_environment(settings.python, settings.environment)
     adapter, model, own = _adapter(engine), settings.model, None
@@ -75,14 +96,18 @@ def launch(
         # It is removed with this object, also if the server does not start.
         own = tempfile.TemporaryDirectory(prefix="rlhf-vllm-model-", ignore_cleanup_errors=True)
         model = str(write_description(engine, tokenizer, Path(own.name)))
-    output = config.output and Path(config.output)
-    folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
     arguments = [model, *server_arguments(config, adapter, max_tokens=max_tokens)]
-    server = start(settings, arguments, folder / "vllm.log")
+    server = start(settings, arguments, log or _new_log(config), again=log is not None)
     if own is not None:
         weakref.finalize(server, own.cleanup)
     wait_for(server, seconds=settings.start_seconds)
     return server
+
+
+def _new_log(config: Config) -> Path:
+    output = config.output and Path(config.output)
+    folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
+    return folder / "vllm.log"
 
 
 def server_arguments(config: Config, adapter: Any, *, max_tokens: int) -> list[str]:

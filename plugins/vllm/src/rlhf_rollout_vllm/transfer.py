@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from glob import escape
@@ -43,12 +43,14 @@ class Transfer:
     # Another trainer of the same server has other names.
     run: str = field(factory=lambda: os.urandom(3).hex())
     folder: Path = field(init=False)
+    remove: Callable[[], object] = field(init=False)
+    """Removes the folder, which is also done when this object is collected."""
 
     def __attrs_post_init__(self) -> None:
         parent = Path(self.parent).absolute()
         remove_left_over(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{own_prefix()}{os.getpid()}-", dir=parent))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     by_version: ClassVar[bool]
     """Whether answers tell the version of their weights; else their model's name does."""

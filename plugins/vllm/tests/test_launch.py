@@ -24,10 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.errors import RLHFError
 from rlhf_devkit import tiny
+from rlhf_rollout_vllm.arguments import PROGRAM
 from rlhf_rollout_vllm.config import VLLMConfig
 from rlhf_rollout_vllm.connection import launch
 from rlhf_rollout_vllm.engine import VLLM
-from rlhf_rollout_vllm.launch import INSIDE, Server, end, start, wait_for
+from rlhf_rollout_vllm.launch import Server, end, start, wait_for
 
 TESTS = Path(__file__).parent
 
@@ -200,7 +201,7 @@ def test_a_server_whose_run_was_killed_leaves_no_shared_memory(tmp_path: Path) -
     package = tmp_path / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text(SHARED)
-    script = f"{sys.executable} {INSIDE / 'rlhf_vllm_serve.py'} $$ & wait"
+    script = f"{sys.executable} {PROGRAM} $$ & wait"
     run, server, memory = started("sh", "-c", script, PYTHONPATH=str(tmp_path))
     run.kill()
     run.wait()

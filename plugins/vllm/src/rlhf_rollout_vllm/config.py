@@ -13,6 +13,7 @@ from rlhf.plugin import Config, RLHFError, check_rules, documented
 
 if TYPE_CHECKING:
     from rlhf.hookspecs import Finding
+    from rlhf_rollout_vllm.job import ServerJob
 
 above_zero: Any = validators.gt(0)
 SHARED_MEMORY = "/dev/shm"
@@ -87,6 +88,12 @@ class VLLMConfig:
             (f"arguments {', '.join(address)}: the run chooses the address of its server; remove "
              "it, or set port", address),
         )  # fmt: skip
+
+    def server_job(self, config: Config) -> "ServerJob":
+        """Return the server that `rlhf launch slurm --server-node` starts for a run."""
+        from rlhf_rollout_vllm.job import server_job  # late: it imports this module
+
+        return server_job(config, self)
 
     def diagnose(self) -> "Sequence[Finding]":
         """Return what `rlhf doctor` shows of the environment with vLLM."""

@@ -13,17 +13,12 @@ from attrs import frozen
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
+from rlhf_rollout_vllm.arguments import server_arguments
 from rlhf_rollout_vllm.client import MODELS, Client
 from rlhf_rollout_vllm.config import VLLMConfig
 from rlhf_rollout_vllm.environment import check_environment
 from rlhf_rollout_vllm.launch import Server, start, wait_for
 from rlhf_rollout_vllm.transfer import Adapter, Transfer, WholeWeights
-
-POLICY = "policy"
-"""What a started server calls its model."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of --max-lora-rank."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -96,7 +91,7 @@ def launch(
         # It is removed with this object, also if the server does not start.
         own = tempfile.TemporaryDirectory(prefix="rlhf-vllm-model-", ignore_cleanup_errors=True)
         model = str(write_description(engine, tokenizer, Path(own.name)))
-    arguments = [model, *server_arguments(config, adapter, max_tokens=max_tokens)]
+    arguments = [model, *server_arguments(config, adapter and adapter.r, max_tokens=max_tokens)]
     server = start(settings, arguments, log or _new_log(config), again=log is not None)
     if own is not None:
         weakref.finalize(server, own.cleanup)
@@ -108,22 +103,6 @@ def _new_log(config: Config) -> Path:
     output = config.output and Path(config.output)
     folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
     return folder / "vllm.log"
-
-
-def server_arguments(config: Config, adapter: Any, *, max_tokens: int) -> list[str]:
-    """Return the arguments of `vllm serve` that a run needs, after the model."""
-    arguments = [
-        "--served-model-name", POLICY, "--dtype", DTYPES[config.model.dtype],
-        "--max-model-len", str(max_tokens), "--logprobs-mode", "processed_logprobs",
-        "--generation-config", "vllm", "--enable-scale-out",
-    ]  # fmt: skip
-    if config.model.trust_remote_code:
-        arguments.append("--trust-remote-code")
-    if adapter is not None:
-        rank = next((size for size in RANKS if size >= adapter.r), adapter.r)
-        return [*arguments, "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
-    transfer = json.dumps({"backend": "rlhf_files"})
-    return [*arguments, "--load-format", "dummy", "--weight-transfer-config", transfer]
 
 
 def write_description(engine: Engine, tokenizer: Any, folder: Path) -> Path:

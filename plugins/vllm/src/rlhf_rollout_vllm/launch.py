@@ -14,19 +14,12 @@ from pathlib import Path
 from attrs import define, field
 
 from rlhf.errors import RLHFError
+from rlhf_rollout_vllm.arguments import PROGRAM, server_variables
 from rlhf_rollout_vllm.client import ServerEnded
 from rlhf_rollout_vllm.config import VLLMConfig
 
-INSIDE = Path(__file__).with_name("inside_vllm")
-"""The folder of what runs in the server's processes."""
 HOST = "127.0.0.1"
 """Routes that change weights have no password, so that only this host may reach them."""
-REQUIRED = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""Environment variables without which the server lacks routes."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which the server would take itself for a rank."""
 SHOWN = 20
@@ -78,13 +71,11 @@ def start(
     RLHFError if its port is in use."""
     assert config.python is not None
     port = _port(config.port)
-    path = os.pathsep.join(
-        filter(None, (str(INSIDE), {**os.environ, **config.environment}.get("PYTHONPATH")))
-    )
+    path = {**os.environ, **config.environment}.get("PYTHONPATH")
     environment = {k: v for k, v in os.environ.items() if k not in OF_RANKS}
-    environment |= REQUIRED | config.environment | {"PYTHONPATH": path}
+    environment |= server_variables(config.environment, path)
     command = [
-        config.python, str(INSIDE / "rlhf_vllm_serve.py"), str(os.getpid()), *arguments,
+        config.python, str(PROGRAM), str(os.getpid()), *arguments,
         "--host", HOST, "--port", str(port), *config.arguments,
     ]  # fmt: skip
     with log.open("ab" if again else "wb") as output:

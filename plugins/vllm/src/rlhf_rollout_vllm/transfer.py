@@ -133,10 +133,12 @@ class WholeWeights(Transfer):
         self.client.post("/start_weight_update", once=True)
 
     def put(self, bucket: Mapping[str, Tensor]) -> None:
-        # The server may still read the other file.
-        path = self.folder / f"{self._buckets % 2}.safetensors"
+        # The server may still read the file before. A host that has cached one gets another name.
+        path = self.folder / f"{self._buckets}.safetensors"
         self.write(bucket, path)
         self._wait()
+        for loaded in {*self.folder.iterdir()} - {path}:
+            loaded.unlink()
         self._buckets += 1
         body = {"update_info": {"path": str(path)}}
         post = partial(self.client.post, "/update_weights", body, once=True)

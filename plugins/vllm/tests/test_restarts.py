@@ -145,3 +145,20 @@ def test_a_server_that_dies_more_often_than_allowed_ends_the_run(
     assert text == (
         f"the vLLM server has ended with SIGKILL; its log {output / 'vllm.log'} says: loading"
     )
+
+
+@pytest.mark.matrix
+def test_a_server_that_dies_while_the_run_trains_ends_it_and_resume_draws_the_same_again(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    lag = ("--rollouts.lag", "1", "--checkpoint.every", "1")
+    whole = inputs.run(tmp_path / "whole", *lag)
+    output = tmp_path / "run"
+    # In the third drawing, after two of 16 answers and the canaries of two transfers.
+    text = problem(lambda: inputs.run(output, *lag, deaths=f"{GENERATE} 43\n"))
+    assert text == (
+        f"the vLLM server has ended with SIGKILL; its log {output / 'vllm.log'} says: loading; the "
+        "weights of its answers have been trained since (rollouts.lag), so continue with --resume"
+    )
+    continued = inputs.run(output, *lag, "--resume")
+    same_curve(plain(continued), plain(whole))

@@ -45,7 +45,7 @@ class VLLM:
         """Whether the weights of that engine may have changed since they were sent."""
         self._canary: list[list[int]] = []
         self._agreed = False
-        self._ended: ServerEnded | None = None
+        self._ended: str | None = None
         """Why the server has ended, until it is started again."""
         self._restarts = 0
 
@@ -112,8 +112,8 @@ class VLLM:
             except ServerEnded as ended:
                 if self._has_moved(engine):
                     raise SameOnAllRanks(
-                        f"{ended}; the weights that wrote have been trained since (rollouts.lag), "
-                        "so continue with --resume"
+                        f"{ended}; the weights of its answers have been trained since "
+                        "(rollouts.lag), so continue with --resume"
                     ) from None
                 self._note_end(ended)
                 writing = self._write(engine, rollout)
@@ -141,7 +141,7 @@ class VLLM:
             raise SameOnAllRanks(str(ended)) from None
         self._restarts += 1
         # Another server has no weights, and its log-probabilities may be others.
-        self._ended, self._moved, self._agreed = ended, True, False
+        self._ended, self._moved, self._agreed = str(ended), True, False
 
     def _start_again(self, engine: Engine) -> None:
         """Start the server again. Collective."""

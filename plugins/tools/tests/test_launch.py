@@ -5,10 +5,13 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from attrs import frozen
 
 from rlhf.cli import main
 from rlhf.errors import RLHFError
@@ -36,7 +39,7 @@ def test_a_batch_script_queues_itself_again_when_the_run_was_stopped(
     script = slurm_script(
         ["python", "-m", "rlhf", "run", "dpo", "--data", "two words"],
         name="dpo", hosts=2, nproc=8, seconds_to_save=90.4, folder=tmp_path,
-        options=["partition=gpu"], stop_signal="USR1",
+        options=["partition=gpu", "gpus-per-node=10"], stop_signal="USR1",
     )  # fmt: skip
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     done = subprocess.run(["bash", "-c", script], env=environment, check=False)
@@ -52,12 +55,88 @@ def test_a_batch_script_queues_itself_again_when_the_run_was_stopped(
         "#SBATCH --job-name=rlhf-dpo",
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=8",
-        "#SBATCH --gpus-per-node=8",
         "#SBATCH --signal=USR1@90",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "#SBATCH --partition=gpu",
+        "#SBATCH --gpus-per-node=10",
     ]
+
+
+@frozen
+class Server:
+    """A server of a job, whose program is `serve`."""
+
+    folder: str
+    seconds: float = 20.0
+    command: tuple[str, ...] = ("serve", "two words")
+    port: int = 8000
+    url_setting: str = "rollouts.vllm.url"
+    words: tuple[str, ...] = ("--rollouts.vllm.python", "null")
+
+
+def with_server(
+    folder: Path, *, serve: str, srun: str, seconds: float = 20.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a job with a server on the host node7, whose health is the file `healthy`."""
+    programs = {
+        "serve": serve, "srun": srun, "curl": f'echo "$@" > {folder}/asked; cat {folder}/healthy',
+        "scontrol": f'echo "$@" > {folder}/queued',
+    }  # fmt: skip
+    for name, text in programs.items():
+        program(folder / "bin", name, text)
+    script = slurm_script(
+        ["python", "-m", "rlhf"], name="grpo", hosts=2, nproc=8, seconds_to_save=90,
+        folder=folder, server=Server(f"{folder}/my run.vllm", seconds),
+    )  # fmt: skip
+    assert "#SBATCH --nodes=3\n" in script
+    environment = {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "17",
+        "SLURMD_NODENAME": "node7",
+    }  # fmt: skip
+    return subprocess.run(
+        ["bash", "-c", script], env=environment, check=False, capture_output=True, encoding="utf-8"
+    )
+
+
+def test_a_batch_script_starts_a_server_on_a_host_of_its_own_and_ends_it(tmp_path: Path) -> None:
+    serve = f"""trap 'echo ended >> {tmp_path}/events; exit' TERM
+echo "serve $@" >> {tmp_path}/events; echo loading; sleep 0.5; touch {tmp_path}/healthy
+while true; do sleep 0.1; done"""
+    done = with_server(tmp_path, serve=serve, srun=f'echo "srun $@" >> {tmp_path}/events; exit 143')
+    assert done.returncode == 143
+    assert wait_until(lambda: (tmp_path / "events").read_text().endswith("ended\n"))
+    assert (tmp_path / "events").read_text().splitlines() == [
+        "serve two words",
+        "srun --wait=90 --nodes=2 --ntasks=16 --exclude=node7 python -m rlhf "
+        "--rollouts.vllm.python null --rollouts.vllm.url http://node7:8000",
+        "ended",
+    ]
+    asked = (tmp_path / "asked").read_text()
+    assert asked.endswith(" http://node7:8000/health\n")
+    assert (tmp_path / "queued").read_text() == "requeue 17\n"
+    assert (tmp_path / "my run.vllm" / "server.log").read_text() == "loading\n"
+
+
+@pytest.mark.parametrize(("serve", "seconds"), [("exit 1", 20.0), ("exec sleep 60", 1.0)])
+def test_a_batch_script_waits_for_no_server_that_has_ended_or_is_late(
+    serve: str, seconds: float, tmp_path: Path
+) -> None:
+    done = with_server(tmp_path, serve=serve, srun=f"touch {tmp_path}/run", seconds=seconds)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"the server has ended or does not answer; look at {tmp_path}/my run.vllm/server.log"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
+    due = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > due:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def test_slurm_jobs_are_printed_or_submitted(
@@ -162,6 +241,11 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
             ["slurm", "--nodes", "2", "--gpus", "8", *SFT],
             "a job needs --output and no --overwrite: it continues in the same folder when it is "
             "started again",
+        ),
+        (
+            ["slurm", "--nodes", "1", "--gpus", "8", "--server-node", *SFT, "--output", "a"],
+            "--server-node: a job cannot start a server for rollouts.engine embedded; remove it, "
+            "or choose another engine, such as vllm",
         ),
         (
             ["slurm", "--nodes", "0", "--gpus", "8", *SFT],

@@ -2,6 +2,8 @@
 with the weights that were sent to it, so its log-probabilities are those of a server."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ GENERATE = "/inference/v1/generate"
 Change = Callable[[Any], Any]
 Fault = tuple[int, str] | Change | str
 """A status and a text instead of the response, a change of its JSON, `drop` to close the connection
-without a response, or `hang` to send none until the server is closed."""
+without a response, `hang` to send none until the server is closed, or `die` to kill its process."""
 
 
 class FakeVLLM(ThreadingHTTPServer):
@@ -189,6 +191,8 @@ class Handler(BaseHTTPRequestHandler):
             fake.most_running = max(fake.running, fake.most_running)
         try:
             response: Any = None
+            if fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
             if fault == "hang":
                 fake.ended.wait(60)
             if isinstance(fault, str):

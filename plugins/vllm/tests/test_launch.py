@@ -24,10 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.errors import RLHFError
 from rlhf_devkit import tiny
+from rlhf_rollout_vllm.arguments import PROGRAM
 from rlhf_rollout_vllm.config import VLLMConfig
 from rlhf_rollout_vllm.connection import launch
 from rlhf_rollout_vllm.engine import VLLM
-from rlhf_rollout_vllm.launch import INSIDE, Server, end, start, wait_for
+from rlhf_rollout_vllm.launch import Server, end, start, wait_for
 
 TESTS = Path(__file__).parent
 
@@ -64,7 +65,7 @@ def test_a_started_server_answers_and_ends_with_the_engine(
     words += ["--rollouts.engine", "vllm", "--rollouts.vllm.url", "http://127.0.0.1:1"]
     session = tiny.in_plain_torch("sft", [*words, "--model", str(model)], str(tmp_path / "c"))[1]
     python = make_environment(tmp_path / "env", version=None, packages=())
-    section = settings(tmp_path, python=python, arguments=("--enforce-eager",))
+    section = settings(tmp_path, python=python, arguments=("--enforce-eager",), restarts=0)
     rollouts = attrs.evolve(session.config.rollouts, vllm=section)
     config = attrs.evolve(session.config, rollouts=rollouts, output=str(tmp_path))
     writer = VLLM(
@@ -200,7 +201,7 @@ def test_a_server_whose_run_was_killed_leaves_no_shared_memory(tmp_path: Path) -
     package = tmp_path / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text(SHARED)
-    script = f"{sys.executable} {INSIDE / 'rlhf_vllm_serve.py'} $$ & wait"
+    script = f"{sys.executable} {PROGRAM} $$ & wait"
     run, server, memory = started("sh", "-c", script, PYTHONPATH=str(tmp_path))
     run.kill()
     run.wait()

@@ -245,6 +245,8 @@ def shifted(response: Any) -> Any:
     return response
 
 
+TEXTS = 2
+"""Texts of the canary: one for each prompt of `Ready`."""
 FAULTS: dict[str, tuple[str, Fault, int, str]] = {
     "no models": (
         "/v1/models", (200, '{"data": []}'), 0,
@@ -284,32 +286,32 @@ FAULTS: dict[str, tuple[str, Fault, int, str]] = {
         "sent; does another run use this server?",
     ),
     "dies while answering": (
-        GENERATE, "drop", 1,
+        GENERATE, "drop", TEXTS,
         f"URL{GENERATE} does not answer (Remote end closed connection without response); look at "
         "the output of the server",
     ),
     "fails while answering": (
-        GENERATE, (500, "EngineCore\n has died"), 1,
+        GENERATE, (500, "EngineCore\n has died"), TEXTS,
         f"URL{GENERATE} answered 500: EngineCore has died; look at the output of the server",
     ),
     "refuses": (
-        GENERATE, (400, '{"error":{"message":"n too large"}}'), 1,
+        GENERATE, (400, '{"error":{"message":"n too large"}}'), TEXTS,
         f'URL{GENERATE} answered 400: {{"error":{{"message":"n too large"}}}}; look at the output '
         "of the server",
     ),
     "fewer answers": (
-        GENERATE, change("choices", []), 1,
+        GENERATE, change("choices", []), TEXTS,
         f"URL{GENERATE} returned a response without one answer, its log-probabilities and its "
         'weight version: {"model": "policy", "choices": [], "prompt_logprobs": null}; use a vLLM '
         "of the versions in docs/vllm.md",
     ),
     "wrong version": (
-        GENERATE, change("weight_versions", [{"version": "ab0101-0", "start": 0, "end": 9}]), 1,
+        GENERATE, change("weight_versions", [{"version": "ab0101-0", "start": 0, "end": 9}]), TEXTS,
         f"URL{GENERATE} returned an answer of the weights RUN-0, not of RUN-1; does another run "
         "use this server?",
     ),
     "a strange token": (
-        GENERATE, change("token_ids", [999]), 1,
+        GENERATE, change("token_ids", [999]), TEXTS,
         f"URL{GENERATE} returned the token 999, but the trained model predicts 295 tokens; start "
         "the server with the model that is trained",
     ),
@@ -318,12 +320,12 @@ FAULTS: dict[str, tuple[str, Fault, int, str]] = {
         lambda response: change("logprobs", {"content": [{"token_id": 5, "logprob": -1.0}]})(
             change("token_ids", [5])(response)
         ),
-        1,
+        TEXTS,
         f"URL{GENERATE} returned an answer of 1 tokens that ended with 'length', although it may "
         "have 6 and ends only with one of [2]",
     ),
     "other log-probabilities": (
-        GENERATE, change("logprobs", {"content": [{"token_id": 5, "logprob": -1.0}]}), 1,
+        GENERATE, change("logprobs", {"content": [{"token_id": 5, "logprob": -1.0}]}), TEXTS,
         f"URL{GENERATE} returned log-probabilities that do not belong to its tokens",
     ),
 }  # fmt: skip
@@ -380,7 +382,7 @@ def test_rollouts_leave_no_connections_open(ready: Ready, inputs: Inputs) -> Non
 
 
 def plain_client(fake: FakeVLLM) -> Client:
-    return Client(fake.url, seconds=10.0, explain=lambda: None)
+    return Client(fake.url, seconds=10.0, explain=lambda seconds: None)
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again(
@@ -423,7 +425,8 @@ def test_a_url_without_a_port_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("port", 8000), ("start_seconds", 60.0), ("arguments", ("--x",))]
+    ("name", "value"),
+    [("port", 8000), ("start_seconds", 60.0), ("restarts", 1), ("arguments", ("--x",))],
 )
 def test_settings_of_a_started_server_are_refused_beside_a_url(name: str, value: Any) -> None:
     with pytest.raises(ValueError) as error:
@@ -481,7 +484,9 @@ def test_weights_of_a_run_that_was_killed_are_removed(tmp_path: Path) -> None:
     for folder in folders.values():
         folder.mkdir()
         (folder / "0.safetensors").write_text("")
-    one = Transfer(Client("http://host", seconds=1.0, explain=lambda: None), "", 1, str(tmp_path))
+    one = Transfer(
+        Client("http://host", seconds=1.0, explain=lambda seconds: None), "", 1, str(tmp_path)
+    )
     assert one.folder.name.startswith(f"{own_prefix()}{os.getpid()}-")
     assert {*tmp_path.iterdir()} == {one.folder, folders["living"], folders["other host"]}
 
@@ -528,7 +533,7 @@ def test_a_server_that_is_not_there_is_named(ready: Ready) -> None:
 
 def test_a_late_answer_ends_the_wait_for_the_others(ready: Ready, inputs: Inputs) -> None:
     with serving(inputs.model) as fake:
-        fake.faults[GENERATE], fake.after[GENERATE] = "hang", 1
+        fake.faults[GENERATE], fake.after[GENERATE] = "hang", TEXTS
         text = problem(lambda: ready.sample(fake.url, seconds=1.0))
     assert re.sub(r"within .* s;", "within N s;", text.replace(fake.url, "URL")) == (
         f"URL{GENERATE} did not answer within N s; look at the output of the server, or raise "
@@ -562,7 +567,7 @@ def draw_with_a_prompt_too_many(write: Any, fake: FakeVLLM) -> Any:
 def test_a_server_that_fails_for_a_while_is_asked_again(ready: Ready, inputs: Inputs) -> None:
     with serving(inputs.model) as fake:
         plain = ready.sample(fake.url)
-        fake.faults[GENERATE], fake.after[GENERATE] = (503, "busy"), 3
+        fake.faults[GENERATE], fake.after[GENERATE] = (503, "busy"), TEXTS + 1
         threading.Timer(0.05, fake.faults.clear).start()
         client.PAUSES = (0.2, 0.2, 1.0)
         assert ready.sample(fake.url) == plain
@@ -599,7 +604,7 @@ def test_log_probabilities_that_are_not_the_trainers_are_refused(
     ready: Ready, inputs: Inputs
 ) -> None:
     with serving(inputs.model) as fake:
-        fake.faults[GENERATE], fake.after[GENERATE] = shifted, 1
+        fake.faults[GENERATE], fake.after[GENERATE] = shifted, TEXTS
         text = problem(lambda: ready.sample(fake.url))
     assert re.sub(r"\d+(\.\d+)?", "N", text) == (
         "the server's log-probabilities of the N tokens of the first rollout differ from the "
@@ -731,8 +736,9 @@ def test_a_drawing_that_fails_while_the_run_trains_ends_it_with_one_line_and_is_
 ) -> None:
     output, more = tmp_path / "run", (*LAG, "--checkpoint.every", "1")
     with serving(inputs.model) as fake:
-        # After the canary with the first two drawings of 16 answers, and another canary.
-        fake.faults[GENERATE], fake.after[GENERATE] = (400, "no memory"), 1 + 2 * 16 + 1
+        # After the four texts of the canary with the first two drawings of 16 answers, and another
+        # canary.
+        fake.faults[GENERATE], fake.after[GENERATE] = (400, "no memory"), 4 + 2 * 16 + 4
         text = problem(lambda: run(inputs, output, fake.url, *more))
     assert text == f"{fake.url}{GENERATE} answered 400: no memory; look at the output of the server"
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-000001"]

@@ -92,6 +92,8 @@ def launch_arguments(command: ArgumentParser) -> None:
         if kind == "slurm":
             text = "a further option of sbatch, such as partition=gpu; may be repeated"
             parser.add_argument("--sbatch", action="append", default=[], help=text)
+            text = "one more host, on which the server of rollouts.engine runs"
+            parser.add_argument("--server-node", action="store_true", help=text)
         if kind == "kubernetes":
             parser.add_argument("--image", required=True, help="container image with rlhf")
             text = "persistent volume claim and where it is mounted, as CLAIM=/path"

@@ -1,4 +1,5 @@
-"""What `rlhf doctor` shows of generation engines, and the configuration that it checks for them."""
+"""What `rlhf doctor` shows of generation engines, the configuration that it checks for them, and
+the server that `rlhf launch` starts for one."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,10 +7,11 @@ from typing import Any
 import attrs
 
 from rlhf.cli import installed, read_config, setting_name
-from rlhf.errors import first_line
+from rlhf.errors import RLHFError, first_line
 from rlhf.hookspecs import Finding
 from rlhf.plugin import Config
 from rlhf.preview import load_record
+from rlhf_tools.jobs import ServerJob
 
 
 def engine_findings(config: Config | None) -> Iterator[Finding]:
@@ -25,6 +27,20 @@ def engine_findings(config: Config | None) -> Iterator[Finding]:
                 subject=plugin.name, here=first_line(error), state="optional",
                 feature=f"rollouts.engine {plugin.name}", remedy="rlhf plugins check",
             )  # fmt: skip
+
+
+def engine_server(config: Config) -> ServerJob:
+    """Return the server that a job starts for the engine of a configuration, whose class of
+    settings has a method `server_job`. Raises RLHFError if it has none."""
+    engine = config.rollouts.engine
+    settings = _section(config, engine)
+    if not hasattr(settings, "server_job"):
+        raise RLHFError(
+            f"--server-node: a job cannot start a server for rollouts.engine {engine}; remove it, "
+            "or choose another engine, such as vllm"
+        )
+    job: ServerJob = settings.server_job(config)
+    return job
 
 
 def _section(config: Config | None, engine: str) -> Any:

@@ -5,11 +5,38 @@ import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from rlhf.errors import RLHFError
+
+
+class ServerJob(Protocol):
+    """A server that a job starts on a host of its own, as the settings of an engine name it."""
+
+    @property
+    def command(self) -> Sequence[str]:
+        """Starts the server, which other hosts reach."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def folder(self) -> str:
+        """The folder of its log."""
+
+    @property
+    def seconds(self) -> float:
+        """Time in which it has to answer at the path /health."""
+
+    @property
+    def url_setting(self) -> str:
+        """The setting of the run that gets its address."""
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Further words of the run."""
 
 
 def slurm_script(
@@ -22,34 +49,67 @@ def slurm_script(
     folder: Path,
     options: Sequence[str] = (),
     stop_signal: str = "TERM",
+    server: ServerJob | None = None,
 ) -> str:
     """Return a batch script that runs `command` once per device and continues it when time is up.
 
     The ranks get the signal `seconds_to_save` before the end, save, and exit with 143; the script
     then puts the job back into the queue, also if the signal ended ranks before Python had started.
-    `options` are further options of sbatch, such as `partition=gpu`.
+    `options` are further options of sbatch, such as `partition=gpu`. A `server` has one more host,
+    that of the script, whose processes do not get the signal.
     """
     seconds = round(seconds_to_save)
     codes = dict.fromkeys([143, 128 + signal.Signals[f"SIG{stop_signal}"]])
     stopped = " || ".join(f'[ "$code" = {code} ]' for code in codes)
-    more = "".join(f"#SBATCH --{option}\n" for option in options)
+    directives = [
+        f"job-name=rlhf-{name}", f"nodes={hosts + (server is not None)}",
+        f"ntasks-per-node={nproc}", f"gpus-per-node={nproc}", f"signal={stop_signal}@{seconds}",
+        "requeue", "open-mode=append",
+    ]  # fmt: skip
+    step, start, words = f"--wait={seconds}", "", shlex.join(command)
+    if server is not None:
+        step += f' --nodes={hosts} --ntasks={hosts * nproc} --exclude="$SLURMD_NODENAME"'
+        start = _start_server(server)
+        words += f' {shlex.join(server.words)} --{server.url_setting} "$url"'
     # Without --wait, the ranks of other hosts would wait for one that has failed.
     return f"""\
 #!/bin/bash
-#SBATCH --job-name=rlhf-{name}
-#SBATCH --nodes={hosts}
-#SBATCH --ntasks-per-node={nproc}
-#SBATCH --gpus-per-node={nproc}
-#SBATCH --signal={stop_signal}@{seconds}
-#SBATCH --requeue
-#SBATCH --open-mode=append
-{more}
+{_sbatch(directives, options)}
 cd {shlex.quote(str(folder))} || exit 1
-srun --wait={seconds} {shlex.join(command)}
+{start}srun {step} {words}
 code=$?
 # 143: the run was stopped and has saved. The same job continues it.
 if {stopped}; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
+"""
+
+
+def _sbatch(directives: Sequence[str], options: Sequence[str]) -> str:
+    """Return the lines for sbatch, where `options` replace directives of the same name."""
+    chosen = {option.partition("=")[0] for option in options}
+    kept = [each for each in directives if each.partition("=")[0] not in chosen]
+    return "".join(f"#SBATCH --{each}\n" for each in (*kept, *options))
+
+
+def _start_server(server: ServerJob) -> str:
+    """Return the lines that start a server on the host of the script and wait until it answers."""
+    log = f"{server.folder}/server.log"
+    problem = f"the server has ended or does not answer; look at {log}"
+    return f"""\
+# The server writes the answers on this host; the ranks run on the others.
+url="http://$SLURMD_NODENAME:{server.port}"
+mkdir -p {shlex.quote(server.folder)}
+{shlex.join(server.command)} >> {shlex.quote(log)} 2>&1 &
+server=$!
+trap 'kill "$server" 2> /dev/null' EXIT
+due=$((SECONDS + {round(server.seconds)}))
+until curl --silent --fail --noproxy "*" --output /dev/null "$url/health"; do
+    if ! kill -0 "$server" 2> /dev/null || [ "$SECONDS" -ge "$due" ]; then
+        echo {shlex.quote(problem)} >&2
+        exit 2
+    fi
+    sleep 1
+done
 """
 
 

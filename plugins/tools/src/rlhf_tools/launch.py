@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.cli import Request
 from rlhf.errors import RLHFError
 from rlhf_tools import jobs
+from rlhf_tools.engines import engine_server
 
 PROGRAMS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "-f", "-"]}
 """What reads a job from its standard input."""
@@ -41,8 +42,10 @@ def launch_command(request: Request, **chosen: Any) -> int:
 def _job(request: Request, arguments: list[str], options: argparse.Namespace) -> str:
     sizes: dict[str, Any] = {"hosts": options.nodes, "nproc": options.gpus, "name": request.name}
     if options.kind == "slurm":
+        server = engine_server(request.config) if options.server_node else None
         return jobs.slurm_script(
             [sys.executable, *arguments],
+            server=server,
             seconds_to_save=request.config.checkpoint.stop_timeout,
             folder=Path.cwd(),
             options=options.sbatch,

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 
 from rlhf.engine import Engine, Mesh
+from rlhf.errors import SameOnAllRanks
 from rlhf.readouts import token_logprobs
 from rlhf.rollouts import groups_by_length, pack
 from rlhf.trainer import Answer, Example
@@ -41,6 +42,25 @@ def mean_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[flo
     """Return the mean absolute difference between numbers."""
     pairs = [*zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)]
     return sum(abs(a - b) for a, b in pairs) / max(1, len(pairs))
+
+
+def check_agreement(
+    served: Sequence[Sequence[float]], own: Sequence[Sequence[float]], *, limit: float
+) -> str:
+    """Return a line that says how far the server's log-probabilities of a rollout are from the
+    trainer's. Raises RLHFError if they are too far."""
+    difference, count = mean_difference(served, own), sum(map(len, served))
+    if not difference <= limit:
+        raise SameOnAllRanks(
+            f"the server's log-probabilities of the {count:,} tokens of the first rollout "
+            f"differ from the trainer's by {difference:.3g} on average, more than "
+            f"rollouts.vllm.agreement {limit:g}; start it with --logprobs-mode "
+            "processed_logprobs and the dtype of the run, or raise the limit"
+        )
+    return (
+        f"agreement  log-probabilities of {count:,} tokens under vLLM and the trainer differ "
+        f"by {difference:.2g} on average"
+    )
 
 
 @contextmanager

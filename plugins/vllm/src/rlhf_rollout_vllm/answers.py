@@ -35,27 +35,30 @@ class Drawing:
     """Number of tokens that the trained model predicts."""
 
 
-def draw(
-    transfer: Transfer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    seeds: Sequence[int],
-    rooms: Sequence[int],
-    drawing: Drawing,
-    concurrency: int,
-) -> list[Sample]:
-    """Return the server's answer to each prompt, of at most as many tokens as its number in `rooms`
-    says. Each answer is a request of its own, with a seed of its own."""
+@frozen(kw_only=True)
+class Rollout:
+    """The answers that are to be drawn."""
 
-    client = transfer.client
-    check_lengths(prompts, rooms, transfer.max_tokens)
+    prompts: Sequence[Sequence[int]]
+    seeds: Sequence[int]
+    rooms: Sequence[int]
+    """Most tokens of each answer."""
+    drawing: Drawing
+
+
+def draw(transfer: Transfer, rollout: Rollout, *, concurrency: int) -> list[Sample]:
+    """Return the server's answers. Each one is a request of its own, with a seed of its own."""
+
+    client, drawing = transfer.client, rollout.drawing
+    check_lengths(rollout.prompts, rollout.rooms, transfer.max_tokens)
 
     def one(prompt: Sequence[int], seed: int, room: int) -> Sample:
         body = request(transfer.model, prompt, seed=seed, room=room, drawing=drawing)
         response = client.post(GENERATE, body)
         return read(response, transfer, room=room, drawing=drawing, where=client.url + GENERATE)
 
-    asked = [partial(one, *each) for each in zip(prompts, seeds, rooms, strict=True)]
+    each = zip(rollout.prompts, rollout.seeds, rollout.rooms, strict=True)
+    asked = [partial(one, *one_of) for one_of in each]
     try:
         # After an error, the other answers are of no use.
         return in_parallel(asked, threads=min(concurrency, len(asked)), on_error=client.abort)

@@ -19,17 +19,24 @@ IDLE = 2.0
 """Seconds after which a connection is not used again: the server closes it after 5."""
 QUOTED = 300
 """Characters of a response that an error quotes."""
+ENDING = 15.0
+"""Seconds in which a server that does not answer may end: vLLM answers 500 for a while before."""
 
 
 class NoAnswer(RLHFError):
     """The server could not be reached, or could not answer this time."""
 
 
+class ServerEnded(RLHFError):
+    """The process of a server that the run has started has ended."""
+
+
 class Client:
     """A connection to the server for each thread that calls it."""
 
-    def __init__(self, url: str, *, seconds: float, explain: Callable[[], str | None]) -> None:
-        """Requests may take `seconds`. `explain` returns why the server has ended, if it has."""
+    def __init__(self, url: str, *, seconds: float, explain: Callable[[float], str | None]) -> None:
+        """Requests may take `seconds`. `explain` returns why the server has ended, if it has; it
+        waits so many seconds for the end."""
         address = urlsplit(url)
         self.url = url.rstrip("/")
         self._host, self._port = address.hostname or "", address.port or 80
@@ -72,10 +79,11 @@ class Client:
             try:
                 return self._exchange(method, path, body, seconds=end - time.monotonic())
             except NoAnswer as error:
-                if ended := self._explain():
-                    raise RLHFError(ended) from None
                 pause = next(waits, math.inf)
-                if time.monotonic() + pause > end or self._aborted.wait(pause):
+                is_last = time.monotonic() + pause > end
+                if ended := self._explain(ENDING if is_last else 0.0):
+                    raise ServerEnded(ended) from None
+                if is_last or self._aborted.wait(pause):
                     raise RLHFError(str(error)) from None
 
     def _exchange(

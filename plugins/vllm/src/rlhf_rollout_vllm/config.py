@@ -13,12 +13,14 @@ from rlhf.plugin import Config, RLHFError, check_rules, documented
 
 if TYPE_CHECKING:
     from rlhf.hookspecs import Finding
+    from rlhf_rollout_vllm.job import ServerJob
 
 above_zero: Any = validators.gt(0)
 SHARED_MEMORY = "/dev/shm"
 OF_LAUNCH = ("model", "port", "arguments", "environment")
-"""Settings of a server that the run starts, beside `start_seconds`."""
+"""Settings of a server that the run starts, beside `start_seconds` and `restarts`."""
 START_SECONDS = 600.0
+RESTARTS = 3
 ADDRESS = ("--host", "--port", "--uds")
 """Arguments of `vllm serve` by which the run would not reach its server."""
 
@@ -51,6 +53,8 @@ class VLLMConfig:
     record them, so a token is none of them."""
     start_seconds: float = field(default=START_SECONDS, validator=above_zero)
     """Time in which a started server has to answer."""
+    restarts: int = field(default=RESTARTS, validator=validators.ge(0))
+    """How often a process of the run starts its server again after that has ended by itself."""
     seconds: float = field(default=600.0, validator=above_zero)
     """Time in which the server has to answer one request, repetitions included."""
     concurrency: int = field(default=128, validator=above_zero)
@@ -70,8 +74,8 @@ class VLLMConfig:
 
     def __attrs_post_init__(self) -> None:
         launched = [name for name in OF_LAUNCH if getattr(self, name)]
-        if self.start_seconds != START_SECONDS:
-            launched.append("start_seconds")
+        defaults = {"start_seconds": START_SECONDS, "restarts": RESTARTS}
+        launched += [name for name, value in defaults.items() if getattr(self, name) != value]
         names = {argument.partition("=")[0] for argument in self.arguments}
         address = [name for name in ADDRESS if name in names]
         check_rules(
@@ -84,6 +88,12 @@ class VLLMConfig:
             (f"arguments {', '.join(address)}: the run chooses the address of its server; remove "
              "it, or set port", address),
         )  # fmt: skip
+
+    def server_job(self, config: Config) -> "ServerJob":
+        """Return the server that `rlhf launch slurm --server-node` starts for a run."""
+        from rlhf_rollout_vllm.job import server_job  # late: it imports this module
+
+        return server_job(config, self)
 
     def diagnose(self) -> "Sequence[Finding]":
         """Return what `rlhf doctor` shows of the environment with vLLM."""

@@ -13,17 +13,12 @@ from attrs import frozen
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
+from rlhf_rollout_vllm.arguments import server_arguments
 from rlhf_rollout_vllm.client import MODELS, Client
 from rlhf_rollout_vllm.config import VLLMConfig
 from rlhf_rollout_vllm.environment import check_environment
 from rlhf_rollout_vllm.launch import Server, start, wait_for
 from rlhf_rollout_vllm.transfer import Adapter, Transfer, WholeWeights
-
-POLICY = "policy"
-"""What a started server calls its model."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of --max-lora-rank."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -35,15 +30,29 @@ class Connection:
     """The process, if the run has started it."""
     note: str
 
+    def close(self) -> None:
+        """End the server, if the run has started it, and remove what was written for it."""
+        if self.server is not None:
+            self.server.stop()
+        self.transfer.remove()
 
-def connect(config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any, *, max_tokens: int
-            ) -> Connection:  # fmt: skip
-    """Start the server, or find the one that runs. Raises RLHFError if it cannot serve the run."""
+
+def connect(
+    config: Config,
+    settings: VLLMConfig,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    log: Path | None = None,
+) -> Connection:
+    """Start the server, in place of one that has ended if it has left a `log`, or find the one that
+    runs. Raises RLHFError if it cannot serve the run."""
     started, server, url = time.monotonic(), None, settings.url
     if url is None:
-        server = launch(config, settings, engine, tokenizer, max_tokens=max_tokens)
+        server = launch(config, settings, engine, tokenizer, max_tokens=max_tokens, log=log)
         url = server.url
-    explain = (lambda: None) if server is None else server.ended
+    explain = (lambda seconds: None) if server is None else server.ended
     client = Client(url, seconds=settings.seconds, explain=explain)
     served, limit = _model_of(client)
     adapter = _adapter(engine)
@@ -58,9 +67,16 @@ def connect(config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any
 
 
 def launch(
-    config: Config, settings: VLLMConfig, engine: Engine, tokenizer: Any, *, max_tokens: int
+    config: Config,
+    settings: VLLMConfig,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    log: Path | None = None,
 ) -> Server:
-    """Start a server for the trained model, and wait until it answers."""
+    """Start a server for the trained model, and wait until it answers. It writes to the end of
+    `log`, or to a log of its own."""
     assert settings.python is not None
     check_environment(settings.python, settings.environment)
     adapter, model, own = _adapter(engine), settings.model, None
@@ -75,30 +91,18 @@ def launch(
         # It is removed with this object, also if the server does not start.
         own = tempfile.TemporaryDirectory(prefix="rlhf-vllm-model-", ignore_cleanup_errors=True)
         model = str(write_description(engine, tokenizer, Path(own.name)))
-    output = config.output and Path(config.output)
-    folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
-    arguments = [model, *server_arguments(config, adapter, max_tokens=max_tokens)]
-    server = start(settings, arguments, folder / "vllm.log")
+    arguments = [model, *server_arguments(config, adapter and adapter.r, max_tokens=max_tokens)]
+    server = start(settings, arguments, log or _new_log(config), again=log is not None)
     if own is not None:
         weakref.finalize(server, own.cleanup)
     wait_for(server, seconds=settings.start_seconds)
     return server
 
 
-def server_arguments(config: Config, adapter: Any, *, max_tokens: int) -> list[str]:
-    """Return the arguments of `vllm serve` that a run needs, after the model."""
-    arguments = [
-        "--served-model-name", POLICY, "--dtype", DTYPES[config.model.dtype],
-        "--max-model-len", str(max_tokens), "--logprobs-mode", "processed_logprobs",
-        "--generation-config", "vllm", "--enable-scale-out",
-    ]  # fmt: skip
-    if config.model.trust_remote_code:
-        arguments.append("--trust-remote-code")
-    if adapter is not None:
-        rank = next((size for size in RANKS if size >= adapter.r), adapter.r)
-        return [*arguments, "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
-    transfer = json.dumps({"backend": "rlhf_files"})
-    return [*arguments, "--load-format", "dummy", "--weight-transfer-config", transfer]
+def _new_log(config: Config) -> Path:
+    output = config.output and Path(config.output)
+    folder = output if output and output.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
+    return folder / "vllm.log"
 
 
 def write_description(engine: Engine, tokenizer: Any, folder: Path) -> Path:

@@ -7,25 +7,19 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from attrs import define
+from attrs import define, field
 
 from rlhf.errors import RLHFError
+from rlhf_rollout_vllm.arguments import PROGRAM, server_variables
+from rlhf_rollout_vllm.client import ServerEnded
 from rlhf_rollout_vllm.config import VLLMConfig
 
-INSIDE = Path(__file__).with_name("inside_vllm")
-"""The folder of what runs in the server's processes."""
 HOST = "127.0.0.1"
 """Routes that change weights have no password, so that only this host may reach them."""
-REQUIRED = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""Environment variables without which the server lacks routes."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which the server would take itself for a rank."""
 SHOWN = 20
@@ -36,51 +30,62 @@ GRACE = 10.0
 
 @define(eq=False)
 class Server:
-    """The process of a server, and its log."""
+    """The process of a server, and its log. It ends when this object is collected."""
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int = 0
+    """Where its part of the log begins, in bytes."""
+    stop: Callable[[], object] = field(init=False)
+    """Ends the process and those that it has started, if that was not done."""
 
-    def ended(self) -> str | None:
-        """Return what an error says of a server that has ended, else None."""
-        code = self.process.poll()
-        if code is None:
+    @stop.default
+    def _stop(self) -> Callable[[], object]:
+        return weakref.finalize(self, end, self.process)
+
+    def ended(self, seconds: float = 0.0) -> str | None:
+        """Return what an error says of a server that has ended, else None. Waits so many seconds
+        for the end."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
             return None
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"the vLLM server has ended with {how}; {self.told()}"
 
     def told(self) -> str:
         """Return the last line of an error in the log, and where the log is."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
+        lines = text.splitlines()
         told = [line.strip() for line in lines[-SHOWN:] if line.strip()]
         errors = [line for line in told if "Error" in line] or told or ["it printed nothing"]
         return f"its log {self.log} says: {errors[-1][:300]}"
 
 
-def start(config: VLLMConfig, arguments: Sequence[str], log: Path) -> Server:
-    """Start a server with these arguments of `vllm serve`. It ends when the result is collected,
-    when this process ends, or when it is killed. Raises RLHFError if its port is in use."""
+def start(
+    config: VLLMConfig, arguments: Sequence[str], log: Path, *, again: bool = False
+) -> Server:
+    """Start a server with these arguments of `vllm serve`, with `again` behind what the log has. It
+    ends when the result is collected, when this process ends, or when it is killed. Raises
+    RLHFError if its port is in use."""
     assert config.python is not None
     port = _port(config.port)
-    path = os.pathsep.join(
-        filter(None, (str(INSIDE), {**os.environ, **config.environment}.get("PYTHONPATH")))
-    )
+    path = {**os.environ, **config.environment}.get("PYTHONPATH")
     environment = {k: v for k, v in os.environ.items() if k not in OF_RANKS}
-    environment |= REQUIRED | config.environment | {"PYTHONPATH": path}
+    environment |= server_variables(config.environment, path)
     command = [
-        config.python, str(INSIDE / "rlhf_vllm_serve.py"), str(os.getpid()), *arguments,
+        config.python, str(PROGRAM), str(os.getpid()), *arguments,
         "--host", HOST, "--port", str(port), *config.arguments,
     ]  # fmt: skip
-    with log.open("wb") as output:
+    with log.open("ab" if again else "wb") as output:
+        log_start = output.tell()
         # In a session of its own, it does not get Ctrl-C, and all its processes end together.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
             start_new_session=True,
         )  # fmt: skip
-    server = Server(f"http://{HOST}:{port}", process, log)
-    weakref.finalize(server, end, process)
-    return server
+    return Server(f"http://{HOST}:{port}", process, log, log_start)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -101,12 +106,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(server: Server, *, seconds: float) -> None:
-    """Wait until a started server answers. Raises RLHFError if it ends, or takes too long."""
+    """Wait until a started server answers. Raises ServerEnded if it ends, and RLHFError if it takes
+    too long."""
     due = time.monotonic() + seconds
     address = server.url.removeprefix("http://")
     while True:
         if ended := server.ended():
-            raise RLHFError(ended)
+            raise ServerEnded(ended)
         with suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(address, timeout=5.0)
             connection.request("GET", "/health")

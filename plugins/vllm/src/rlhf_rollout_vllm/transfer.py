@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from glob import escape
@@ -43,12 +43,14 @@ class Transfer:
     # Another trainer of the same server has other names.
     run: str = field(factory=lambda: os.urandom(3).hex())
     folder: Path = field(init=False)
+    remove: Callable[[], object] = field(init=False)
+    """Removes the folder, which is also done when this object is collected."""
 
     def __attrs_post_init__(self) -> None:
         parent = Path(self.parent).absolute()
         remove_left_over(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{own_prefix()}{os.getpid()}-", dir=parent))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     by_version: ClassVar[bool]
     """Whether answers tell the version of their weights; else their model's name does."""
@@ -131,10 +133,12 @@ class WholeWeights(Transfer):
         self.client.post("/start_weight_update", once=True)
 
     def put(self, bucket: Mapping[str, Tensor]) -> None:
-        # The server may still read the other file.
-        path = self.folder / f"{self._buckets % 2}.safetensors"
+        # The server may still read the file before. A host that has cached one gets another name.
+        path = self.folder / f"{self._buckets}.safetensors"
         self.write(bucket, path)
         self._wait()
+        for loaded in {*self.folder.iterdir()} - {path}:
+            loaded.unlink()
         self._buckets += 1
         body = {"update_info": {"path": str(path)}}
         post = partial(self.client.post, "/update_weights", body, once=True)

@@ -1,4 +1,7 @@
-"""Run `vllm serve` until its parent, the run, has ended: rlhf_vllm_serve.py PARENT ARGUMENT..."""
+"""Run `vllm serve` until its parent, the run, has ended: rlhf_vllm_serve.py PARENT ARGUMENT...
+
+PARENT is the id of the parent's process; 0 is that of whichever process has started this one.
+"""
 
 import os
 import signal
@@ -20,7 +23,9 @@ def end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=[int(sys.argv[1])], daemon=True).start()
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # The end of this server is not that of the script that has started it.
+    threading.Thread(target=end_with, args=[int(sys.argv[1]) or os.getppid()], daemon=True).start()
     from vllm.entrypoints.cli.main import main  # late: its import takes long
 
     sys.argv = ["vllm", "serve", *sys.argv[2:]]

@@ -37,7 +37,9 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
             with FileLock(folder.with_suffix(".lock")).acquire(poll_interval=POLL_SECONDS):
                 if not _is_intact(folder):
                     _remove(folder)
-                    _remove_leftovers(folder)
+                    # Builds of this host that were killed left these. None runs: we have the lock.
+                    for path in folder.parent.glob(f"{_prefix(folder)}*"):
+                        shutil.rmtree(path, ignore_errors=True)
                     _build(folder, build)
     return folder
 
@@ -79,12 +81,6 @@ def _remove(folder: Path) -> None:
         aside = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
         folder.rename(aside / "damaged")
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what builds of this host that were killed have left. None runs: we have the lock."""
-    for path in folder.parent.glob(f"{_prefix(folder)}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _prefix(folder: Path) -> str:

@@ -2,7 +2,7 @@
 content, and checkpoints have a quick digest of files with frozen weights."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -52,7 +52,7 @@ def weights_digest(config: Config) -> str:
         parts.append(f"fp8 {model.fp8}")
     if model.adapter is not None:
         parts += _contents(_adapter_folder(model.adapter), WEIGHT_FILES)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return _sha(parts)
 
 
 def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
@@ -66,7 +66,8 @@ def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
     if adapter and model.adapter is not None:
         weights[model.adapter] = weight_files(_adapter_folder(model.adapter), ADAPTER)
     # A model whose outputs are cached may not have been downloaded.
-    return {name: _quick_digest(files) for name, files in weights.items() if files}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return {name: _sha(pool.map(_sampled, files)) for name, files in weights.items() if files}
 
 
 def _folder(model: ModelConfig) -> Path:
@@ -110,9 +111,8 @@ def _contents(folder: Path, patterns: Sequence[str]) -> list[str]:
         return list(pool.map(lambda path: f"{path.name} {sha256(path)}", paths))
 
 
-def _quick_digest(files: Sequence[Path]) -> str:
-    with ThreadPoolExecutor(THREADS) as pool:
-        return hashlib.sha256("\n".join(pool.map(_sampled, files)).encode()).hexdigest()[:32]
+def _sha(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def _sampled(path: Path) -> str:

@@ -2,6 +2,7 @@
 killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,31 @@ def test_a_signal_to_one_rank_before_the_steps_stops_the_others(
 ) -> None:
     assert ranks(STOPS_ITSELF).wait() == 143
     assert capfd.readouterr() == (STOPPED_LINE, "")
+
+
+FAILS = """
+import os, sys
+from rlhf.commands import main
+from rlhf.errors import RLHFError
+def fail(words):
+    raise RLHFError(sys.argv[1] or f"no device {os.environ['RANK']}")
+main.act = fail
+sys.exit(main.main(["run"]))
+"""
+
+
+def test_an_error_that_all_ranks_have_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    problem = "set x (a.b) to 2\n  or 3"
+    started = Ranks([sys.executable, "-c", FAILS, problem], 2, 10.0)
+    assert (started.wait(), started.problem()) == (2, "set x (a.b) to 2")
+    assert re.fullmatch(rf"error(?: on rank 1)?: {re.escape(problem)}\n", capfd.readouterr().err)
+
+
+def test_every_rank_prints_an_error_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    started = Ranks([sys.executable, "-c", FAILS, ""], 2, 10.0)
+    assert (started.wait(), started.problem()[:-1]) == (2, "no device ")
+    lines = ["error on rank 1: no device 1", "error: no device 0"]
+    assert sorted(capfd.readouterr().err.splitlines()) == lines
 
 
 def test_ranks_get_the_variables_of_their_launcher(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,20 @@ import sys
 from pathlib import Path
 
 from rlhf_plugin_deepspeed.patches.install import path_of
-from rlhf_plugin_deepspeed.patches.table import OLDEST, PATCHES, READ
+from rlhf_plugin_deepspeed.patches.table import OLDEST, PATCHES, STAGES_1_2, ZERO
 from rlhf_plugin_deepspeed.versions import older
 
 DIGESTS = Path(__file__).with_suffix(".json")
 """By target and version; the digest of a value, which has no source, is empty."""
+READ = {
+    "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping": OLDEST,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute.backward."
+    "ds_grad_is_ready": OLDEST,
+    f"{ZERO}.stage_1_and_2:IPGBucket.copy_streams": "0.19.3",
+    f"{STAGES_1_2}._zero_padding": "0.19.7",
+}
+"""Names inside DeepSpeed that are read and not replaced, as a patch's targets, each with the first
+version that has it."""
 TARGETS = sorted({*READ, *(target for patch in PATCHES.values() for target in patch.targets)})
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from patch_sources import DIGESTS, TARGETS, find, installed
+from patch_sources import DIGESTS, READ, TARGETS, find, installed
 from torch.nn import functional
 from uneven import case_of
 
@@ -26,7 +26,7 @@ from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved
 from rlhf_plugin_deepspeed.patches import table
 from rlhf_plugin_deepspeed.patches.install import fits, parameters, path_of, replace, run_scope
-from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, READ, names_for
+from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 

@@ -3,8 +3,10 @@
 import argparse
 import io
 import os
+import re
 import select
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -67,12 +69,23 @@ def _print_place(error: Exception) -> None:
 
 
 def _print_error(text: str) -> None:
-    """Print an error of this rank, and tell it to the process that has started the ranks."""
+    """Print an error of this rank, unless our launcher knows it from another rank."""
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f" on rank {rank}"
-    print(f"error{where}: {text}", file=sys.stderr, flush=True)
-    if PROBLEMS in os.environ:
-        os.write(int(os.environ[PROBLEMS]), f"{text}\n".encode())
+    if PROBLEMS not in os.environ or _is_first(rank, text):
+        print(f"error{where}: {text}", file=sys.stderr, flush=True)
+
+
+def _is_first(rank: str, text: str) -> bool:
+    """Tell our launcher an error; returns whether no other rank has told it the same before."""
+    if rank != "0":
+        time.sleep(0.5)  # Rank 0 comes first: its line names no rank, and the error may be of all.
+    file = int(os.environ[PROBLEMS])
+    # The ranks share one position in the file, so none overwrites the line of another.
+    os.write(file, f"{rank} {text}\n".encode())
+    told = os.pread(file, os.fstat(file).st_size, 0).decode()
+    first = re.search(rf"^(\d+) {re.escape(text)}$", told, re.MULTILINE)
+    return first is None or first[1] == rank
 
 
 def _escape_what_cannot_be_printed() -> None:

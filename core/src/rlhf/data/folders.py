@@ -67,7 +67,9 @@ class Folder:
 
     def _splits(self) -> dict[str, list[str]] | None:
         """Return the files of each split that is read; None if `datasets` reads the folder."""
-        splits = {} if self._is_saved or has_subsets(self.path) else files_of_splits(self.path)
+        card = self.path / "README.md"
+        described = card.is_file() and CARD.match(card.read_text("utf-8", errors="replace"))
+        splits = {} if self._is_saved or described else files_of_splits(self.path)
         if not splits:
             return None
         if self.entry.subset not in (None, "default"):
@@ -187,12 +189,6 @@ WORDS = {
 }
 FORMS = ("(^|/){}(/|$)", "(^|/){}[-._ 0-9]", "[-._ 0-9]{}(/|$)", "[-._ 0-9]{}[-._ 0-9]")
 """Where in the name of a folder or a file a word is one of `WORDS`."""
-
-
-def has_subsets(folder: Path) -> bool:
-    """Return whether README.md describes subsets of the folder."""
-    card = folder / "README.md"
-    return card.is_file() and bool(CARD.match(card.read_text(errors="replace", encoding="utf-8")))
 
 
 def files_of_splits(folder: Path) -> dict[str, list[str]]:

@@ -143,7 +143,7 @@ class Ranks:
     def problem(self) -> str:
         """Return the first error that a rank has printed and the user can fix, or where to look."""
         self._problems.seek(0)
-        first = self._problems.readline().decode().strip()
+        first = self._problems.readline().decode().partition(" ")[2].strip()
         return first or "a process of the run has failed; its output says why"
 
     def _poll(self) -> int | None:

@@ -53,7 +53,9 @@ def _export(session: Session, role: str) -> None:
         write_weights(weights, engine.module, part)
         if isinstance(engine.module, PackedModel):
             usage = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
-            _add_tokenizer_and_config(part, engine.module, session.trainer.tokenizer, usage)
+            model, extra = engine.module.model, engine.module.extra_parameters
+            save_tokenizer_and_config(model, session.trainer.tokenizer, part, usage)
+            verify_export(part, model, extra)
             complete_export(part, session.record.folder, role=role)
 
     with new_folder(target, replace=True) if writes else nullcontext():
@@ -132,9 +134,9 @@ def write_model(folder: Path, target: Path, role: str = POLICY) -> None:
     write_weights(weights, module, target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
-    _add_tokenizer_and_config(
-        target, module, tokenizer, _usage(trainer, role, request.name, newest)
-    )
+    usage = _usage(trainer, role, request.name, newest)
+    save_tokenizer_and_config(module.model, tokenizer, target, usage)
+    verify_export(target, module.model, module.extra_parameters)
     complete_export(target, run, role=role, until=step_of(folder))
 
 
@@ -165,14 +167,6 @@ def check_no_others(folder: Path, weights: Mapping[str, Tensor], module: PackedM
             f"{folder} has weights that {type(module.causal).__name__} has no place for: {names}; "
             "restore the model.path with which it was trained"
         )
-
-
-def _add_tokenizer_and_config(
-    folder: Path, module: PackedModel, tokenizer: Any, usage: Mapping[str, Any]
-) -> None:
-    """Write what belongs to the weights in `folder`, and check that all of them are there."""
-    save_tokenizer_and_config(module.model, tokenizer, folder, usage)
-    verify_export(folder, module.model, module.extra_parameters)
 
 
 def _usage(trainer: Trainer, role: str, name: str, metrics: Mapping[str, float]) -> dict[str, Any]:

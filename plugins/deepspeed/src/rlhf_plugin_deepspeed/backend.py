@@ -2,7 +2,6 @@
 
 from rlhf_plugin_deepspeed.quiet import silenced  # isort: skip
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -85,11 +84,10 @@ class DeepSpeedBackend:
     def estimate_memory(
         self, config: Config, plan: ZeroPlan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        model_shape = shape_of_part(model_shape, plan.tensor)
+        part = shape_of_part(model_shape, plan.tensor)
         return memory.estimate(
-            config, plan, model_shape, world=mesh.shards.size, trained=trained,
-            device=mesh.device.type,
-        )  # fmt: skip
+            config, plan, part, world=mesh.shards.size, trained=trained, device=mesh.device.type
+        )
 
     @hookimpl
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
@@ -181,9 +179,6 @@ class DeepSpeedBackend:
         # A group that was running before belongs to its owner.
         if self._started_group:
             distributed.destroy_process_group()
-            if "RANK" not in os.environ:
-                # Without a launcher `join` set it, and half a rendezvous is refused.
-                os.environ.pop("LOCAL_RANK", None)
         return True
 
     @hookimpl

@@ -216,16 +216,15 @@ CAPABILITIES = (
 
 def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
+    least = LEAST.removesuffix(".0")
     if older(version, LEAST):
-        fault = "it loses gradients at stage 2 with the optimizer on the CPU"
-        problem = f"deepspeed {version} is too old: {fault}"
+        problem = "too old: it loses gradients at stage 2 with the optimizer on the CPU"
     elif not older(version, BEFORE):
-        fault = f"this backend patches internals of deepspeed {LEAST.removesuffix('.0')}"
-        problem = f"deepspeed {version} is too new: {fault}"
+        problem = f"too new: this backend patches internals of deepspeed {least}"
     else:
         return
-    wanted = f"'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
-    raise RLHFError(f"{problem}; run pip install {wanted}")
+    wanted = f"'deepspeed>={least},<{BEFORE}'"
+    raise RLHFError(f"deepspeed {version} is {problem}; run pip install {wanted}")
 
 
 def check_capabilities(

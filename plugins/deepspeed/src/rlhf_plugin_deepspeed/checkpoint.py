@@ -116,11 +116,6 @@ def pieces(engine: TrainingEngine) -> Iterator[Piece]:
         yield from _whole(engine, optimizer)
 
 
-def is_adapter(module: nn.Module) -> bool:
-    """Return whether the module has an adapter of peft's, so that its base is not written."""
-    return any(hasattr(part, "peft_config") for part in module.modules())
-
-
 def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
     names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
     by_master: dict[Tensor, list[Piece]] = defaultdict(list)
@@ -193,7 +188,7 @@ def _whole(engine: TrainingEngine, optimizer: Any) -> Iterator[Piece]:
 
 def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
     """Yield frozen weights and the buffers of the state dict, but nothing of an adapter's base."""
-    adapter_only = is_adapter(engine.module)
+    adapter_only = any(hasattr(part, "peft_config") for part in engine.module.modules())
     for name, parameter in engine.module.named_parameters():
         # The trainer's own parameters (`extra`) are at the model's head, outside of its base.
         of_base = not name.startswith("extra.") and "default" not in name.split(".")

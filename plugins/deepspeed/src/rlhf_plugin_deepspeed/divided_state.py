@@ -84,8 +84,6 @@ def _columns(item: Fragment, part: Part) -> Iterator[Fragment]:
         yield evolve(item, offset=row * width + axis.rank * own + column, values=values)
     if rows:
         block = part.whole(item.values[head:tail].view(rows, own))
-        shares = block.tensor_split(axis.size)
-        before = sum(len(share) for share in shares[: axis.rank])
-        first = (item.offset + head) // own + before
-        values = shares[axis.rank].to("cpu", copy=True).view(-1)
-        yield evolve(item, offset=first * width, values=values)
+        first = (item.offset + head) // own
+        share = _share(evolve(item, offset=first * width, values=block), axis)
+        yield evolve(share, values=share.values.to("cpu", copy=True).view(-1))

@@ -35,10 +35,9 @@ def plan_frozen(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int 
         name: estimate(config, made, shape, world=mesh.shards.size, trained=False)["weights"]
         for name, made in plans.items()
     }
+    chosen, why = setting, "as configured"
     if setting == "auto":
         chosen, why = _choose_frozen(sizes, mesh, occupied)
-    else:
-        chosen, why = setting, "as configured"
     made = plan_at(config, mesh, shape, WAYS[chosen], why=why)
     return evolve(made, summary=made.summary + restricted(config))
 

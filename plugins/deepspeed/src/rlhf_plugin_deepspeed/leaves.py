@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import set_z3_leaf_module
+from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules_by_name
 from torch import nn
 
 from rlhf_plugin_deepspeed.patches.install import replace
@@ -52,15 +52,12 @@ def reduced_by_parameter(layers: list[nn.Module]) -> Iterator[None]:
                 vars(parameter).pop(MARK, None)
         register(self)
 
-    restore = replace(
+    with replace(
         "leaf-layers",
         DeepSpeedZeroOptimizer_Stage3,
         create_reduce_and_remove_grad_hooks=create_reduce_and_remove_grad_hooks,
-    )
-    try:
+    ):
         yield
-    finally:
-        restore()
 
 
 def _size(module: nn.Module) -> int:
@@ -71,8 +68,7 @@ def mark_experts(model: nn.Module) -> list[str]:
     """Make every block of experts a leaf for ZeRO-3 and return their names. With hooks on each
     expert, a rank whose tokens skip one would not join its gathering and all would hang."""
     blocks = expert_blocks(model)
-    for name in blocks:
-        set_z3_leaf_module(model.get_submodule(name), True)
+    set_z3_leaf_modules_by_name(model, blocks)
     return blocks
 
 

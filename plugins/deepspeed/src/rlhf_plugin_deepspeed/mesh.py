@@ -20,14 +20,13 @@ from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import PRECISIONS
 from rlhf_plugin_deepspeed.config import resolve
-from rlhf_plugin_deepspeed.patches.install import path_of, replace
+from rlhf_plugin_deepspeed.patches.install import path_of, replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import forget_modules
 from rlhf_plugin_deepspeed.patches.table import PATCHES, in_force
 from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, meet
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where users configure torch's allocator; the first is today's name."""
-
 ACROSS = {
     "data": ("sequence", "tensor"),
     "shards": ("tensor",),
@@ -44,7 +43,10 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     _check_precision(config)
     launcher = launcher_variables()
     local_rank = _local_rank()
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if "LOCAL_RANK" not in os.environ:
+        # DeepSpeed reads it. After the run it would be half a rendezvous, which is refused.
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        run_scope.callback(os.environ.pop, "LOCAL_RANK", None)
     accelerator.set_device(local_rank)
     backend = accelerator.communication_backend_name()
     if not distributed.is_initialized():
@@ -120,7 +122,6 @@ def groups_of(mesh: Mesh) -> SimpleNamespace:
     return SimpleNamespace(
         get_data_parallel_group=lambda: data.group,
         get_data_parallel_world_size=lambda: data.size,
-        get_data_parallel_rank=lambda: data.rank,
         get_model_parallel_group=lambda: model.group or distributed.group.WORLD,
         get_model_parallel_world_size=lambda: model.size,
         get_model_parallel_rank=lambda: model.rank,
@@ -148,7 +149,6 @@ def seed(value: int, *, deterministic: bool) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
-    get_accelerator().manual_seed_all(value)
     if deterministic:
         # cuBLAS reads it at start-up; without it torch refuses deterministic products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

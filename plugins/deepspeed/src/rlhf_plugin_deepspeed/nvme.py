@@ -85,12 +85,8 @@ def find_drive(folder: Path, mesh: Mesh) -> Drive:
 def file_system(folder: Path, table: Path = Path("/proc/mounts")) -> str:
     """Return the type of the file system that a folder is on, "" if the table lacks it."""
     path = folder.resolve()
-    mounts = (
-        [line.split() for line in table.read_text(encoding="utf-8").splitlines()]
-        if table.exists()
-        else []
-    )
-    kinds = {place.replace(r"\040", " "): kind for _, place, kind, *_ in mounts}
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    kinds = {place.replace(r"\040", " "): kind for _, place, kind, *_ in map(str.split, lines)}
     return next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "")
 
 

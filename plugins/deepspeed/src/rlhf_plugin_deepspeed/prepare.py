@@ -45,18 +45,15 @@ def prepare_training(
 ) -> TrainingEngine:
     """Return an engine that trains `model`. Collective."""
     layers = _divide(model, plan, mesh)
-    rounded = isinstance(optimizer, RoundedAdamW)
-    fp32 = _in_fp32(model, plan)
-    settings = _settings(model, plan, mesh, rounded=rounded)
+    fp32 = [item for item in model.parameters() if item.dtype == torch.float32]
+    if plan.precision == "fp32":
+        fp32 = []
+    settings = _settings(model, plan, mesh, rounded=isinstance(optimizer, RoundedAdamW))
     if any(item.requires_grad for item in fp32) and plan.stage == 3:
         # Gradients that are reduced together need one dtype, which the buffer gives them.
         settings["zero_optimization"]["contiguous_gradients"] = True
     files = state_files(plan)
-    buffers = [
-        (part, name, value)
-        for part in model.modules()
-        for name, value in part.named_buffers(recurse=False)
-    ]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     with files, rate_zero(optimizer), reduced_by_parameter(layers), by_dtype(plan):
         runner, *_ = deepspeed.initialize(
             model=model,
@@ -64,9 +61,10 @@ def prepare_training(
             config=settings,
             mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
-    for part, name, value in buffers:
-        if getattr(part, name).dtype != value.dtype:  # DeepSpeed before 0.19.3 casts them too.
-            setattr(part, name, value.to(mesh.device))
+    for name, value in buffers.items():
+        buffer = model.get_buffer(name)
+        if buffer.dtype != value.dtype:  # DeepSpeed before 0.19.3 casts them too.
+            buffer.data = value.to(mesh.device)
     # Its hooks would keep the weights and the process groups in memory after the run.
     run_scope.callback(runner.destroy)
     if plan.stage == 3 and "offload_optimizer" in plan.settings["zero_optimization"]:
@@ -117,12 +115,6 @@ def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None
             f"a gradient flows through the {role}, which is frozen and in shards; detach what the "
             "trainer passes to it, or set deepspeed.frozen to 0"
         )
-
-
-def _in_fp32(model: nn.Module, plan: ZeroPlan) -> list[nn.Parameter]:
-    """Return the parameters that are in fp32 where the plan has another precision."""
-    found = [item for item in model.parameters() if item.dtype == torch.float32]
-    return [] if plan.precision == "fp32" else found
 
 
 def _uncast(fp32: list[nn.Parameter], optimizer: Optimizer) -> Callable[[Any], Optimizer]:

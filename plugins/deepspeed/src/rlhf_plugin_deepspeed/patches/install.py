@@ -1,7 +1,6 @@
 """The one way to patch DeepSpeed: targets are checked first, and modules are restored."""
 
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,24 +12,20 @@ run_scope = ExitStack()
 """What a run changes in the process: `close_mesh` closes it, which undoes the last change first."""
 
 
-def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
-    """Set attributes of `owner` as the patch `name` says; returns what undoes it, which `run_scope`
-    does for a module or a class. Raises RLHFError as `check_target` does."""
+def replace(name: str, owner: Any, **replacements: Any) -> ExitStack:
+    """Set attributes of `owner` as the patch `name` says; returns the context whose end undoes it.
+    For a module or a class, `run_scope` ends it. Raises RLHFError as `check_target` does."""
+    scope = ExitStack()
     new = {check_target(name, owner, attribute): it for attribute, it in replacements.items()}
-    before = {attribute: vars(owner)[attribute] for attribute in new if attribute in vars(owner)}
-
-    def restore() -> None:
-        for attribute in new:
-            if attribute in before:
-                setattr(owner, attribute, before[attribute])
-            else:
-                delattr(owner, attribute)
-
     for attribute, replacement in new.items():
+        if attribute in vars(owner):
+            scope.callback(setattr, owner, attribute, vars(owner)[attribute])
+        else:
+            scope.callback(delattr, owner, attribute)
         setattr(owner, attribute, replacement)
     if inspect.ismodule(owner) or inspect.isclass(owner):
-        run_scope.callback(restore)
-    return restore
+        run_scope.callback(scope.close)
+    return scope
 
 
 def check_target(name: str, owner: Any, attribute: str) -> str:

@@ -64,11 +64,8 @@ def by_dtype(plan: ZeroPlan) -> Iterator[None]:
         parts = [list(part) for _, part in groupby(tensors, lambda item: item.dtype)]
         return lay(tensors) if len(parts) == 1 else Buffers([lay(part) for part in parts])
 
-    restore = replace("several-dtypes", stage3, defragment=defragment)
-    try:
+    with replace("several-dtypes", stage3, defragment=defragment):
         yield
-    finally:
-        restore()
 
 
 class MissingGradients:

@@ -22,16 +22,12 @@ def patch_stages_1_and_2(
     if "no-master-copy" in plan.patches:
         update_weights_themselves(optimizer)
     check_once(optimizer, plan.patches)
-    fits = _side_by_side(optimizer)
-    if optimizer.cpu_offload:
-        # Copies to the host would start on another stream.
+    ordered = _side_by_side(optimizer) and (optimizer.overlap_comm or optimizer.cpu_offload)
+    if optimizer.cpu_offload or not ordered:
+        # Copies to the host would start on another stream. And during backward DeepSpeed reduces in
+        # no fixed order, and at stage 1 loses the gradients that only earlier micro-batches have.
         replace("gradient-order", optimizer, overlap_comm=False)
-    if fits and (optimizer.overlap_comm or optimizer.cpu_offload):
-        return GradientOrder(optimizer, model)
-    # During backward DeepSpeed reduces in no fixed order, and at stage 1 loses the gradients that
-    # only earlier micro-batches have.
-    replace("gradient-order", optimizer, overlap_comm=False)
-    return None
+    return GradientOrder(optimizer, model) if ordered else None
 
 
 class GradientOrder:

@@ -189,15 +189,6 @@ PATCHES = {
         gain="365 -> 347 ms a step on one GPU (1.5B)",
     ),
 }  # fmt: skip
-READ = {
-    "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping": OLDEST,
-    "deepspeed.runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute.backward."
-    "ds_grad_is_ready": OLDEST,
-    f"{ZERO}.stage_1_and_2:IPGBucket.copy_streams": "0.19.3",
-    f"{STAGES_1_2}._zero_padding": "0.19.7",
-}
-"""Names inside DeepSpeed that are read and not replaced, as a patch's targets, each with the first
-version that has it."""
 
 
 def names_for(config: Config, resolved: Resolved) -> tuple[str, ...]:

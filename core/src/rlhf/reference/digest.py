@@ -2,10 +2,9 @@
 content, and checkpoints have a quick digest of files with frozen weights."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO
 
 from huggingface_hub import snapshot_download
 from transformers.utils.hub import cached_file
@@ -113,15 +112,10 @@ def _sampled(path: Path) -> str:
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         # Blocks that are evenly spaced cover a small file.
-        evenly = range(0, size, max(BLOCK, size // MOST_BLOCKS))
-        for start in _tensors(file) if path.suffix == ".safetensors" else evenly:
+        starts: Iterable[int] = range(0, size, max(BLOCK, size // MOST_BLOCKS))
+        if path.suffix == ".safetensors":  # One in the middle of each tensor.
+            starts = (max(first, (first + end - BLOCK) // 2) for first, end in tensor_bytes(file))
+        for start in starts:
             file.seek(start)
             digest.update(file.read(BLOCK))
     return f"{path.name} {size} {digest.hexdigest()}"
-
-
-def _tensors(file: BinaryIO) -> Iterator[int]:
-    """Yield the starts of the blocks in the middle of the tensors of a safetensors file, of which
-    shorter tensors fill less."""
-    for first, end in tensor_bytes(file):
-        yield max(first, (first + end - BLOCK) // 2)

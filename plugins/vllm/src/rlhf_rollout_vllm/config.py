@@ -65,9 +65,9 @@ class VLLMConfig:
     bucket_gb: float = field(default=0.25, validator=above_zero)
     """Size of a bucket of weights in gigabytes (10^9 bytes), unless one weight is larger."""
     canary: float | None = field(default=None, validator=validators.optional(above_zero))
-    """Largest mean difference per token between the log-probabilities of a short text under the
-    server and under the trainer, compared after each transfer of weights. Default: 0.001 in fp32,
-    else 0.05."""
+    """Largest mean difference per token between the log-probabilities of a text under the server
+    and under the trainer, for each of up to four texts after each transfer of weights. Default:
+    0.001 in fp32, else 0.05."""
     agreement: float = field(default=0.05, validator=above_zero)
     """Largest mean difference between the log-probabilities that the server gives its tokens in the
     first rollout, and the trainer's own of the same tokens."""

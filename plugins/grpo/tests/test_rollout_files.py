@@ -261,6 +261,28 @@ def test_steps_report_how_long_their_rollout_was_written_and_scored(
     assert not any(name.endswith("/seconds") for name in evaluation)
 
 
+def test_with_a_lag_steps_do_not_report_the_wait_for_answers(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    words = inputs.words(tmp_path / "run", *STEPS, "--rollouts.lag", "1")
+    *steps, _ = tiny.run("grpo", words, str(inputs.folder / "cache"), True)
+    assert all(line["rewards/seconds"] > 0 and "rollout/seconds" not in line for line in steps)
+
+
+@pytest.mark.parametrize("name", ["rewards/seconds", "sync/bytes"])
+def test_a_reward_cannot_log_a_metric_of_time(name: str, inputs: Inputs, tmp_path: Path) -> None:
+    function = tmp_path / "logs.py"
+    function.write_text(
+        "def logs(completions, log_metric, **others):\n"
+        f"    log_metric({name!r}, 1.0)\n    return [0.0] * len(completions)\n"
+    )
+    with pytest.raises(RLHFError) as caught:
+        inputs.run(tmp_path / "run", *STEPS, "--grpo.rewards", f"{function}:logs")
+    assert str(caught.value) == (
+        f"log_metric({name!r}): the trainer has a metric of this name; use another one"
+    )
+
+
 def refusal(inputs: Inputs, output: Path, *more: str) -> str:
     """The error of a run that has trained on nothing."""
     with pytest.raises(RLHFError) as caught:

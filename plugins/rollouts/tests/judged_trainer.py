@@ -13,6 +13,7 @@ from rlhf_rollouts.rewards import RewardSpec
 
 PROMPTS = ("How much is 2 + 3?", "How much is 2 + 3?", "How much is 4 + 5?")
 COMPLETIONS = ("The answer is 5.", "6", "The answer is 9.")
+SOURCES = ("chat", "code", "chat")
 
 
 class Judged(Trainer):
@@ -22,14 +23,20 @@ class Judged(Trainer):
         return Example(row.prompt, row.answers)
 
     def setup(self, run: Run) -> None:
-        specs = [RewardSpec(model=os.environ["REWARD_MODEL"]), RewardSpec(function="number")]
+        model = os.environ["REWARD_MODEL"]
+        specs = [
+            RewardSpec(model=model),
+            RewardSpec(function="number"),
+            RewardSpec(model=model, name="of_chats", when={"source": "chat"}),
+            RewardSpec(model=model, name="of_none", when={"source": "math"}),
+        ]
         self.policy = run.load("policy")
         self.models = RewardModels(run, specs)
 
     def rollout(
         self, examples: Sequence[Example], step: int, seeds: Sequence[int]
     ) -> Sequence[Example]:
-        scored = self.models(PROMPTS, COMPLETIONS)
+        scored = self.models(PROMPTS, COMPLETIONS, columns={"source": SOURCES})
         np.savez(Path(os.environ["SCORES"]), prompts=PROMPTS, completions=COMPLETIONS, **scored)
         return examples
 

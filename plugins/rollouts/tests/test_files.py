@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.trainer import Example, Sample
 from rlhf_rollouts import replaying
-from rlhf_rollouts.files import Rollout, RolloutFiles, first_missing
+from rlhf_rollouts.files import Rollout, RolloutFiles, first_missing, read_columns
 from rlhf_rollouts.judges import columns_of
 from rlhf_rollouts.rewards import Scores
 
@@ -52,6 +52,36 @@ def test_an_evaluation_is_a_file_when_all_of_its_rows_are_there(tmp_path: Path) 
         )  # fmt: skip
         found.append([path.name for path in tmp_path.rglob("*.arrow")])
     assert found == [[], ["eval-3.arrow"]]
+
+
+def test_answers_of_an_evaluation_whose_reward_fails_are_kept_with_those_before(
+    tmp_path: Path,
+) -> None:
+    examples = [Example([number], [], row=f"row {number}") for number in range(4)]
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(rollouts=SimpleNamespace(keep=None, replay=None)), folder=tmp_path,
+        examples=([], examples), on_rank_zero=lambda act, share=True: act(),
+    )  # fmt: skip
+    files, total = RolloutFiles(run), np.zeros(2)
+    first, second = (
+        Rollout(
+            examples=part, groups=[[Sample([7], [0.0])]] * 2, texts=["a", "b"], scores=scores,
+            step=3, seeds=[1, 2], training=False,
+        )
+        for part, scores in (
+            (examples[:2], Scores({"one": total}, total, {"extra": [1, 2]}, {})),
+            (examples[2:], None),
+        )
+    )  # fmt: skip
+    files.write(first)
+    with pytest.raises(SameOnAllRanks) as caught, files.kept_if_unjudged(second):
+        raise SameOnAllRanks("reward 'one': failed")
+    kept = tmp_path / "rollouts" / "eval-3.unjudged.arrow"
+    assert str(caught.value) == f"reward 'one': failed; the answers are in {kept}"
+    table = read_columns(kept, "row", "text", "reward", "extra")
+    assert table.to_pydict() == {
+        "row": [f"row {number}" for number in range(4)], "text": [["a"], ["b"]] * 2
+    }  # fmt: skip
 
 
 def test_a_column_that_the_first_row_lacks_is_known() -> None:

@@ -40,8 +40,8 @@ def test_a_reward_model_scores_as_plain_transformers_does(
     ]  # fmt: skip
     run(TRAINER, words, str(tmp_path / "cache"), True)
     with np.load(tmp_path / "scores.npz") as scored:
-        assert [*scored] == ["prompts", "completions", "model"]
-        prompts, completions, ours = scored.values()
+        assert [*scored] == ["prompts", "completions", "model", "of_chats", "of_none"]
+        prompts, completions, ours, of_chats, of_none = scored.values()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -49,6 +49,8 @@ def test_a_reward_model_scores_as_plain_transformers_does(
         with torch.no_grad():
             theirs.append(model.score(model.model(ids).last_hidden_state[0, -1]).item())
     np.testing.assert_allclose(ours, (np.array(theirs) - 0.5) / 0.25, atol=1e-5)
+    np.testing.assert_allclose(of_chats, [ours[0], np.nan, ours[2]], atol=1e-6)
+    assert np.isnan(of_none).all()
 
 
 CHAT = (

@@ -244,8 +244,8 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
         ),
         (
             ["slurm", "--nodes", "1", "--gpus", "8", "--server-node", *SFT, "--output", "a"],
-            "--server-node: a job cannot start a server for rollouts.engine embedded; remove it, "
-            "or choose another engine, such as vllm",
+            "--server-node: a job cannot start a server for rollouts.engine embedded; remove "
+            "--server-node, or choose another engine, such as vllm",
         ),
         (
             ["slurm", "--nodes", "0", "--gpus", "8", *SFT],

@@ -66,6 +66,19 @@ def test_a_job_starts_the_server_of_the_run_and_attaches_to_it(
     assert config.rollouts.vllm.folder == f"{tmp_path}/runs/a.vllm"  # type: ignore[attr-defined]
 
 
+def test_a_job_does_not_serve_images_of_which_the_run_trains_no_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = make_environment(tmp_path / "env", version=None, packages=())
+    words = [*RUN, "--output", "runs/a", "--rollouts.vllm.python", python]
+    assert main([*LAUNCH, *words, "--model.part", "text"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --server-node: with model.part text the server would serve the images of m too; "
+        "set rollouts.vllm.model to an export with model.part text, or remove --server-node\n"
+    )
+    launched(capsys, *words, "--model.part", "text", "--rollouts.vllm.model", "text")
+
+
 def test_the_server_of_a_job_takes_adapters_of_the_runs_rank_and_the_users_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,8 @@ from fake_vllm import GENERATE
 
 import rlhf_demo
 from rlhf.errors import RLHFError
-from rlhf.hookspecs import MEASURED
 from rlhf_devkit import shared, tiny
-from rlhf_devkit.curves import same_curve
+from rlhf_devkit.curves import same_curve, without_timings
 from rlhf_rollout_vllm import client
 
 TESTS = Path(__file__).parent
@@ -66,7 +65,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 @pytest.fixture(scope="module")
 def undisturbed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tiny.Metrics:
     """The curve of a run whose server lives."""
-    return plain(inputs.run(tmp_path_factory.mktemp("undisturbed") / "run"))
+    return without_timings(inputs.run(tmp_path_factory.mktemp("undisturbed") / "run"))
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +73,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(client, "PAUSES", (0.01, 0.2))
     yield
     gc.collect()  # The engine of a run holds its server.
-
-
-def plain(metrics: tiny.Metrics) -> tiny.Metrics:
-    """Remove what is measured."""
-    return [{name: line[name] for name in line.keys() - MEASURED} for line in metrics]
 
 
 def problem(act: Callable[[], Any]) -> str:
@@ -98,7 +92,7 @@ def test_a_server_that_dies_while_it_writes_is_started_again_and_the_curve_is_th
     output = tmp_path / "run"
     curve = inputs.run(output, deaths=DRAWING)
     assert inputs.deaths.read_text() == ""
-    same_curve(plain(curve), undisturbed)
+    same_curve(without_timings(curve), undisturbed)
     printed = capsys.readouterr().out
     log = output / "vllm.log"
     assert (
@@ -118,7 +112,7 @@ def test_a_server_that_dies_twice_while_weights_are_sent_is_started_again(
     inputs: Inputs, tmp_path: Path, undisturbed: tiny.Metrics, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curve = inputs.run(tmp_path / "run", deaths=f"{SENDING}{SENDING}")
-    same_curve(plain(curve), undisturbed)
+    same_curve(without_timings(curve), undisturbed)
     printed = capsys.readouterr().out
     assert "; restart 1 of 3\n" in printed
     assert "; restart 2 of 3\n" in printed
@@ -132,7 +126,7 @@ def test_ranks_that_divide_weights_agree_that_their_server_has_died(
     words = [*inputs.words, "--output", str(tmp_path / "run"), "--deepspeed.stage", "3"]
     curve = shared(2).run(tiny.run, "grpo", words, inputs.cache, timeout=300)[0]
     assert inputs.deaths.read_text() == ""
-    same_curve(plain(curve), undisturbed)
+    same_curve(without_timings(curve), undisturbed)
 
 
 def test_a_server_that_dies_more_often_than_allowed_ends_the_run(
@@ -143,7 +137,8 @@ def test_a_server_that_dies_more_often_than_allowed_ends_the_run(
         lambda: inputs.run(output, "--rollouts.vllm.restarts", "1", deaths=SENDING + DRAWING)
     )
     assert text == (
-        f"the vLLM server has ended with SIGKILL; its log {output / 'vllm.log'} says: loading"
+        f"the vLLM server has ended with SIGKILL; its log {output / 'vllm.log'} says: loading; it "
+        "was started again 1 time, as rollouts.vllm.restarts allows"
     )
 
 
@@ -158,7 +153,8 @@ def test_a_server_that_dies_while_the_run_trains_ends_it_and_resume_draws_the_sa
     text = problem(lambda: inputs.run(output, *lag, deaths=f"{GENERATE} 43\n"))
     assert text == (
         f"the vLLM server has ended with SIGKILL; its log {output / 'vllm.log'} says: loading; the "
-        "weights of its answers have been trained since (rollouts.lag), so continue with --resume"
+        "weights of its answers have been trained since (rollouts.lag), so continue from the last "
+        "checkpoint with --resume"
     )
     continued = inputs.run(output, *lag, "--resume")
-    same_curve(plain(continued), plain(whole))
+    same_curve(without_timings(continued), without_timings(whole))

@@ -128,13 +128,16 @@ class RolloutFiles:
         return self._run.folder / ROLLOUTS / f"{name}{end}"
 
     def _write_unjudged(self, rollout: Rollout) -> Path | None:
-        """Write a rollout without rewards. Return its file; None if there is none, since no
-        rollouts are kept or the disk has no room, which is not what has failed first."""
-        file = self._file(rollout, UNJUDGED)
+        """Write a rollout without rewards, of an evaluation also those before it. Return its file;
+        None if there is none, since no rollouts are kept or the disk has no room, which is not what
+        has failed first."""
+        file, rows = self._file(rollout, UNJUDGED), rows_of(rollout)
         if self._keep == 0:
             return None
+        earlier = [] if rollout.training else self._earlier(rows)
+        rows = [{name: row[name] for name in rows[0]} for row in earlier] + rows
         try:
-            write_rows(rows_of(rollout), file)
+            write_rows(rows, file)
         except RLHFError:
             return None
         return file

@@ -95,7 +95,7 @@ class Judges:
         prompts = repeated(prompts, counts)
         answers = [text for group in completions for text in group]
         tools = repeated([example.columns.get("tools") for example in rollout.examples], counts)
-        scored = self._models(prompts, answers, tools)
+        scored = self._models(prompts, answers, tools, columns)
 
         def judged() -> Scores:
             assert self._rewards is not None, "rank 0 has started them"

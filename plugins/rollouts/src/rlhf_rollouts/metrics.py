@@ -1,23 +1,26 @@
 """What a run on answers with rewards reports, under TRL's names where it has them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf.errors import RLHFError
 from rlhf.trainer import PackedBatch, Run
 from rlhf_rollouts.ratios import sampling_ratios
 
 __all__ = [
-    "DRAWING", "JUDGING", "Metrics", "deviations_of", "least", "measured", "of_answers",
-    "of_clipping", "of_sampling",
+    "DRAWING", "JUDGING", "Metrics", "check_names", "deviations_of", "least", "measured",
+    "of_answers", "of_clipping", "of_sampling",
 ]  # fmt: skip
 
 Metrics = dict[str, tuple[Tensor, str] | float]
 DRAWING, JUDGING = "rollout/seconds", "rewards/seconds"
 """Seconds in which the answers of a rollout were written, and scored."""
+MEASURED = (DRAWING, JUDGING, "sync/seconds", "sync/bytes")
+"""What `measured` returns; rewards cannot log metrics of these names."""
 
 
 def of_answers(batch: PackedBatch, names: Sequence[str]) -> Metrics:
@@ -86,9 +89,18 @@ def of_sampling(old: Tensor, drawn: Tensor, batch: PackedBatch, level: str) -> M
 def measured(run: Run, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return how long a rollout of training took and what its engine has measured since the last
     one, each as a sum and what it is divided by."""
-    found = {**run.engine_metrics, **seconds}
+    values = {**run.engine_metrics, **seconds}
     run.engine_metrics.clear()
-    return {name: (value, 1.0) for name, value in found.items()}
+    return {name: (value, 1.0) for name, value in values.items()}
+
+
+def check_names(logged: Collection[str]) -> None:
+    """Raise RLHFError for a name among what rewards have logged that is one of `MEASURED`."""
+    for name in MEASURED:
+        if name in logged:
+            raise RLHFError(
+                f"log_metric({name!r}): the trainer has a metric of this name; use another one"
+            )
 
 
 def least(values: Tensor, without: float = math.inf) -> Tensor:

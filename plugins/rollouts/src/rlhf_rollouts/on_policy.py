@@ -18,7 +18,15 @@ from rlhf.trainer import Example, Examples, PackedBatch, Run, Trainer
 from rlhf_rollouts.agreement import check_agreement
 from rlhf_rollouts.judged import Judged
 from rlhf_rollouts.judges import Judges, kept_columns, started
-from rlhf_rollouts.metrics import DRAWING, JUDGING, Metrics, deviations_of, measured, of_answers
+from rlhf_rollouts.metrics import (
+    DRAWING,
+    JUDGING,
+    Metrics,
+    check_names,
+    deviations_of,
+    measured,
+    of_answers,
+)
 from rlhf_rollouts.passing import rollout_sums
 from rlhf_rollouts.reported import Reported
 from rlhf_rollouts.room import check_room, check_whole
@@ -167,18 +175,21 @@ class OnPolicyTrainer(Trainer):
         self, examples: Sequence[Example], step: int, seeds: Sequence[int]
     ) -> Sequence[Example]:
         training, began = self.policy.module.training, time.perf_counter()
-        told = self._written(examples, seeds, training=training)
-        drawn, examples = time.perf_counter(), told.examples
+        dialogues = self._written(examples, seeds, training=training)
+        drawn, examples = time.perf_counter(), dialogues.examples
         scores = self.judges(
-            examples, told.groups, step, seeds=seeds, training=training,
-            completions=told.completions, environment=told.rewards,
+            examples, dialogues.groups, step, seeds=seeds, training=training,
+            completions=dialogues.completions, environment=dialogues.rewards,
         )  # fmt: skip
-        seconds = {DRAWING: drawn - began, JUDGING: time.perf_counter() - drawn}
-        judged = Judged.of(told.groups, scores)
+        seconds = {JUDGING: time.perf_counter() - drawn}
+        if not self.lags:  # With a lag the answers have been waited for before.
+            seconds[DRAWING] = drawn - began
+        judged = Judged.of(dialogues.groups, scores)
         self.rollouts += training
         made = self.trained(examples, judged, step) if training else self.held_out(examples, judged)
         threshold = None if training else self.config.eval.threshold
-        sums = {**rollout_sums(scores, judged, threshold=threshold), **told.sums}
+        sums = {**rollout_sums(scores, judged, threshold=threshold), **dialogues.sums}
+        check_names(sums)
         if training:
             sums |= measured(self.run, seconds)
         return self.reported.add(made, sums, step=step, training=training)

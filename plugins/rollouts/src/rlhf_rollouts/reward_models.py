@@ -1,7 +1,7 @@
 """Rewards by the frozen reward models of a run, on all of its ranks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,6 +15,7 @@ from rlhf.plugin import ModelConfig
 from rlhf.readouts import scores
 from rlhf.trainer import Example, PackedBatch, Run
 from rlhf_rollouts.rewards import RewardSpec
+from rlhf_rollouts.rewards.answers import Answers
 from rlhf_rows import encode
 
 __all__ = ["RewardModels"]
@@ -33,7 +34,7 @@ class RewardModels:
 
     def __init__(self, run: Run, specs: Sequence[RewardSpec]) -> None:
         self._run = run
-        self._models: dict[str, tuple[Engine, Any, tuple[float, float]]] = {}
+        self._models: list[tuple[RewardSpec, Engine, Any, tuple[float, float]]] = []
         own = run.config.model
         for spec in specs:
             if spec.model is not None:
@@ -48,30 +49,36 @@ class RewardModels:
                 check_head(run.load_architecture(spec.label, model=model), spec)
                 engine = run.load(spec.label, model=model, task="sequence", trained=False)
                 scale = mean_and_deviation(engine.module.causal.config, spec)
-                self._models[spec.label] = engine, run.load_tokenizer(model), scale
+                self._models.append((spec, engine, run.load_tokenizer(model), scale))
 
     def __call__(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
         tools: Sequence[Any] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the rewards of answers by the name of the reward [answers], float64: the argument
-        `scored` of `Rewards`. Texts or messages have one entry per answer, the same on every rank,
-        and the answers to a prompt are neighbours. `tools` are the JSON schemas that conversations
-        have, as a list, as JSON text or None for each answer. Raises RLHFError if a model's chat
-        template ignores them. Collective."""
+        """Return the rewards of answers by the name of the reward [answers], float64, nan where
+        `when` of the reward excludes the row: the argument `scored` of `Rewards`. Texts or messages
+        have one entry per answer, the same on every rank, and the answers to a prompt are
+        neighbours. `tools` are the JSON schemas that conversations have, as a list, as JSON text or
+        None for each answer, and `columns` those of the rows that `when` needs. Raises RLHFError if
+        a model's chat template ignores tools. Collective."""
+        answers = Answers(prompts, completions, (), columns or {})
         triples = [*zip(prompts, completions, tools or [None] * len(prompts), strict=True)]
-        groups = [[*group] for _, group in groupby(triples, lambda it: (it[0], it[2]))]
         scored = {}
-        for name, (engine, tokenizer, (mean, deviation)) in self._models.items():
+        for spec, engine, tokenizer, (mean, deviation) in self._models:
+            scored[spec.label] = np.full(len(triples), np.nan)
+            places = answers.matching(spec.when)
+            chosen = [triples[place] for place in places]
             examples = [
-                example_of(tokenizer, group[0][0], [it[1] for it in group], group[0][2], name=name)
-                for group in groups
+                example_of(tokenizer, prompt, [it[1] for it in group], schemas, name=spec.label)
+                for (prompt, schemas), group in groupby(chosen, lambda it: (it[0], it[2]))
             ]
-            read = self._run.read(examples, partial(rewards_of, engine), per="answer")
-            values = np.concatenate([np.asarray(each, dtype=float) for each in read])
-            scored[name] = (values - mean) / deviation
+            if examples:
+                read = self._run.read(examples, partial(rewards_of, engine), per="answer")
+                values = np.concatenate([np.asarray(each, dtype=float) for each in read])
+                scored[spec.label][places] = (values - mean) / deviation
         return scored
 
 

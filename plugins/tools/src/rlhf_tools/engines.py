@@ -36,8 +36,8 @@ def engine_server(config: Config) -> ServerJob:
     settings = _section(config, engine)
     if not hasattr(settings, "server_job"):
         raise RLHFError(
-            f"--server-node: a job cannot start a server for rollouts.engine {engine}; remove it, "
-            "or choose another engine, such as vllm"
+            f"--server-node: a job cannot start a server for rollouts.engine {engine}; remove "
+            "--server-node, or choose another engine, such as vllm"
         )
     job: ServerJob = settings.server_job(config)
     return job

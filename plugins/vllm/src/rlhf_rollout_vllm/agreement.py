@@ -52,8 +52,8 @@ def check_agreement(
     difference, count = mean_difference(served, own), sum(map(len, served))
     if not difference <= limit:
         raise SameOnAllRanks(
-            f"the server's log-probabilities of the {count:,} tokens of the first rollout "
-            f"differ from the trainer's by {difference:.3g} on average, more than "
+            f"the server's log-probabilities of the {count:,} tokens of its first "
+            f"rollout differ from the trainer's by {difference:.3g} on average, more than "
             f"rollouts.vllm.agreement {limit:g}; start it with --logprobs-mode "
             "processed_logprobs and the dtype of the run, or raise the limit"
         )

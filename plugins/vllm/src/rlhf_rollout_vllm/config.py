@@ -54,7 +54,8 @@ class VLLMConfig:
     start_seconds: float = field(default=START_SECONDS, validator=above_zero)
     """Time in which a started server has to answer."""
     restarts: int = field(default=RESTARTS, validator=validators.ge(0))
-    """How often a process of the run starts its server again after that has ended by itself."""
+    """How often the run starts its server again when the server has ended by itself. A resumed run
+    counts anew."""
     seconds: float = field(default=600.0, validator=above_zero)
     """Time in which the server has to answer one request, repetitions included."""
     concurrency: int = field(default=128, validator=above_zero)
@@ -69,7 +70,7 @@ class VLLMConfig:
     and under the trainer, for each of up to four texts after each transfer of weights. Default:
     0.001 in fp32, else 0.05."""
     agreement: float = field(default=0.05, validator=above_zero)
-    """Largest mean difference between the log-probabilities that the server gives its tokens in the
+    """Largest mean difference between the log-probabilities that a server gives its tokens in its
     first rollout, and the trainer's own of the same tokens."""
 
     def __attrs_post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.engine import Engine, Mesh
-from rlhf.errors import SameOnAllRanks
+from rlhf.errors import SameOnAllRanks, counted
 from rlhf.hookspecs import BackendHooks
 from rlhf.plugin import Config
 from rlhf.rollouts import exported_weights
@@ -117,7 +117,7 @@ class VLLM:
                 if self._has_moved(engine):
                     raise SameOnAllRanks(
                         f"{ended}; the weights of its answers have been trained since "
-                        "(rollouts.lag), so continue with --resume"
+                        "(rollouts.lag), so continue from the last checkpoint with --resume"
                     ) from None
                 self._note_end(ended)
                 writing = self._write(engine, rollout)
@@ -142,7 +142,9 @@ class VLLM:
     def _note_end(self, ended: ServerEnded) -> None:
         """Note that the server has ended. Raises RLHFError if it may not be started again."""
         if self._restarts >= self.settings.restarts:
-            raise SameOnAllRanks(str(ended)) from None
+            again = counted(self._restarts, "time")
+            more = f"; it was started again {again}, as rollouts.vllm.restarts allows"
+            raise SameOnAllRanks(f"{ended}{more if self._restarts else ''}") from None
         self._restarts += 1
         # Another server has no weights, and its log-probabilities may be others.
         self._ended, self._moved, self._agreed = str(ended), True, False
@@ -157,7 +159,10 @@ class VLLM:
             old.close()
             return self._connect(engine, log=old.server.log)
 
-        self._connection = self._on_rank_zero(again, share=False)
+        try:
+            self._connection = self._on_rank_zero(again, share=False)
+        except SameOnAllRanks as error:
+            raise SameOnAllRanks(f"{self._ended}; when it was started again, {error}") from None
         if self._connection is not None:
             number = f"restart {self._restarts} of {self.settings.restarts}"
             self.notes.append(f"rollouts   {self._ended}; {number}")

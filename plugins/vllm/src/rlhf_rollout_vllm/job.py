@@ -41,6 +41,12 @@ def server_job(config: Config, settings: VLLMConfig) -> ServerJob:
             f"rollouts.vllm.url {settings.url} is a server that runs already; set "
             "rollouts.vllm.python instead, or remove --server-node"
         )
+    if config.model.part == "text" and settings.model is None:
+        raise RLHFError(
+            "--server-node: with model.part text the server would serve the images of "
+            f"{config.model.path} too; set rollouts.vllm.model to an export with model.part text, "
+            "or remove --server-node"
+        )
     port, folder = settings.port or PORT, f"{Path(str(config.output))}.vllm"
     arguments = server_arguments(config, _rank(config), max_tokens=config.data.max_tokens)
     environment = settings.environment

@@ -68,8 +68,8 @@ class Folder:
     def _splits(self) -> dict[str, list[str]] | None:
         """Return the files of each split that is read; None if `datasets` reads the folder."""
         card = self.path / "README.md"
-        described = card.is_file() and CARD.match(card.read_text("utf-8", errors="replace"))
-        splits = {} if self._is_saved or described else files_of_splits(self.path)
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        splits = {} if self._is_saved or CARD.match(text) else files_of_splits(self.path)
         if not splits:
             return None
         if self.entry.subset not in (None, "default"):

@@ -218,13 +218,14 @@ def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
     least = LEAST.removesuffix(".0")
     if older(version, LEAST):
-        problem = "too old: it loses gradients at stage 2 with the optimizer on the CPU"
+        fault = "it loses gradients at stage 2 with the optimizer on the CPU"
+        problem = f"deepspeed {version} is too old: {fault}"
     elif not older(version, BEFORE):
-        problem = f"too new: this backend patches internals of deepspeed {least}"
+        fault = f"this backend patches internals of deepspeed {least}"
+        problem = f"deepspeed {version} is too new: {fault}"
     else:
         return
-    wanted = f"'deepspeed>={least},<{BEFORE}'"
-    raise RLHFError(f"deepspeed {version} is {problem}; run pip install {wanted}")
+    raise RLHFError(f"{problem}; run pip install 'deepspeed>={least},<{BEFORE}'")
 
 
 def check_capabilities(

@@ -17,6 +17,8 @@ REQUIRED = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Environment variables without which the server lacks routes."""
+OF_LAUNCH = ("model", "port", "arguments", "environment")
+"""Settings of a server that the run starts, beside `start_seconds` and `restarts`."""
 POLICY = "policy"
 """What a started server calls its model."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -10,6 +10,7 @@ from attrs import field, frozen, validators
 
 from rlhf.cli import is_local_host
 from rlhf.plugin import Config, RLHFError, check_rules, documented
+from rlhf_rollout_vllm.arguments import OF_LAUNCH
 
 if TYPE_CHECKING:
     from rlhf.hookspecs import Finding
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 above_zero: Any = validators.gt(0)
 SHARED_MEMORY = "/dev/shm"
-OF_LAUNCH = ("model", "port", "arguments", "environment")
-"""Settings of a server that the run starts, beside `start_seconds` and `restarts`."""
 START_SECONDS = 600.0
 RESTARTS = 3
 ADDRESS = ("--host", "--port", "--uds")
@@ -92,7 +91,7 @@ class VLLMConfig:
 
     def server_job(self, config: Config) -> "ServerJob":
         """Return the server that `rlhf launch slurm --server-node` starts for a run."""
-        from rlhf_rollout_vllm.job import server_job  # late: it imports this module
+        from rlhf_rollout_vllm.job import server_job  # late: start-up time
 
         return server_job(config, self)
 

@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
-from rlhf_rollout_vllm.arguments import PROGRAM, server_arguments, server_variables
-from rlhf_rollout_vllm.config import OF_LAUNCH, SHARED_MEMORY, VLLMConfig
+from rlhf_rollout_vllm.arguments import OF_LAUNCH, PROGRAM, server_arguments, server_variables
 
 PORT = 8000
 """vLLM's default."""
@@ -34,8 +34,9 @@ class ServerJob:
     """Further words of the run."""
 
 
-def server_job(config: Config, settings: VLLMConfig) -> ServerJob:
-    """Return the server of a run. Raises RLHFError if a job cannot start it."""
+def server_job(config: Config, settings: Any) -> ServerJob:
+    """Return the server of a run with these settings of the engine. Raises RLHFError if a job
+    cannot start it."""
     if settings.python is None:
         raise RLHFError(
             f"rollouts.vllm.url {settings.url} is a server that runs already; set "
@@ -62,9 +63,9 @@ def server_job(config: Config, settings: VLLMConfig) -> ServerJob:
     )  # fmt: skip
 
 
-def _words(settings: VLLMConfig, folder: str) -> list[str]:
+def _words(settings: Any, folder: str) -> list[str]:
     """Return the words by which a run attaches to a server instead of starting one."""
-    default = VLLMConfig()
+    default = type(settings)()
     launched = ("python", *OF_LAUNCH, "start_seconds", "restarts")
     values = {name: getattr(default, name) for name in launched}
     words = {
@@ -72,7 +73,7 @@ def _words(settings: VLLMConfig, folder: str) -> list[str]:
         for name, value in values.items()
         if value != getattr(settings, name)
     }
-    if settings.folder == SHARED_MEMORY:
+    if settings.folder == default.folder:
         words["folder"] = folder
     return [word for name, value in words.items() for word in (f"--rollouts.vllm.{name}", value)]
 

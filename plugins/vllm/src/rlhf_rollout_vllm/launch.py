@@ -78,7 +78,9 @@ def start(
         config.python, str(PROGRAM), str(os.getpid()), *arguments,
         "--host", HOST, "--port", str(port), *config.arguments,
     ]  # fmt: skip
-    with log.open("ab" if again else "wb") as output:
+    if not again:
+        log.unlink(missing_ok=True)
+    with log.open("ab") as output:
         log_start = output.tell()
         # In a session of its own, it does not get Ctrl-C, and all its processes end together.
         process = subprocess.Popen(

@@ -607,7 +607,7 @@ def test_log_probabilities_that_are_not_the_trainers_are_refused(
         fake.faults[GENERATE], fake.after[GENERATE] = shifted, TEXTS
         text = problem(lambda: ready.sample(fake.url))
     assert re.sub(r"\d+(\.\d+)?", "N", text) == (
-        "the server's log-probabilities of the N tokens of the first rollout differ from the "
+        "the server's log-probabilities of the N tokens of its first rollout differ from the "
         "trainer's by N on average, more than rollouts.vllm.agreement N; start it with "
         "--logprobs-mode processed_logprobs and the dtype of the run, or raise the limit"
     )

@@ -37,6 +37,10 @@ def test_a_marker_writes_the_place_of_its_rank(tmp_path: Path) -> None:
         (1, "backward of micro-batch 3", 7),
     ]
     assert places.read(tmp_path / "ranks", since=time.time() + 1) == {}
+    (tmp_path / "ranks" / "rank-00002").touch()
+    # As if the file were removed between the listing and the reading.
+    (tmp_path / "ranks" / "rank-00003").symlink_to(tmp_path / "removed")
+    assert [*places.read(tmp_path / "ranks")] == [0, 1]
     for marker in markers:
         marker.close()
 

@@ -5,6 +5,7 @@ import os
 import struct
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from attrs import frozen
@@ -90,9 +91,8 @@ def read(folder: Path, *, since: float = 0.0) -> dict[int, Place]:
     """Return the place of each rank that has moved after the time `since`."""
     places = {}
     for path in sorted(folder.glob("rank-*")):
-        content = path.read_bytes()
-        if len(content) == FORMAT.size:
-            step, phase, *rest = FORMAT.unpack(content)
+        with suppress(FileNotFoundError, struct.error):  # Not written yet, or removed at the end.
+            step, phase, *rest = FORMAT.unpack(path.read_bytes())
             places[int(path.name.removeprefix("rank-"))] = Place(step, PHASES[phase], *rest)
     return {rank: place for rank, place in places.items() if place.time >= since}
 
